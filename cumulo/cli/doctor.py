@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cumulo.base import report
-from cumulo.base.report import Row, package_version
+from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import flag, takes_options
 from cumulo.cli.shared.terminal import err, load_llm, marked, only_json, out, working
@@ -100,8 +100,6 @@ def _software() -> list[Row]:
         Row("python", report.machine()["python"]),
         Row("torch", torch.__version__, note=f"threads by default: {torch.get_num_threads()}"),
     ]
-    hub = "huggingface_hub"
-    rows.append(Row(hub, package_version(hub) or "not installed", note="optional: downloads models by name"))
     return rows + _kernels()
 
 

@@ -35,23 +35,19 @@ def pull(model: NameArgument, hub: HubOption = DEFAULT_HUB) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from cumulo.base.quantities import quantity
-    from cumulo.models.files.pull import PullProgress
     from cumulo.models.files.pull import pull as download
+    from cumulo.models.files.pulled import find_pulled
 
     columns = (BarColumn(bar_width=30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
                text_column("{task.description}", "dim"))  # fmt: skip
-    told_s = time.monotonic()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
-
-        def tell(now: PullProgress) -> None:
-            nonlocal told_s
+        for now in download(model, hub, 0.1 if err.is_terminal else _TELL_S):
             progress.update(task, completed=now.done_bytes, total=now.total_bytes, description=now.file.path)
-            if not err.is_terminal and time.monotonic() - told_s > _TELL_S:
-                told_s = time.monotonic()
+            if not err.is_terminal:
                 note(f"{quantity(now.done_bytes, 'B')} of {quantity(now.total_bytes, 'B')}: {now.file.path}")
-
-        pulled = download(model, hub, tell)
+    pulled = find_pulled(model)
+    assert pulled is not None
     license_told = f", license {pulled.license}" if pulled.license else ""
     note(
         f"{pulled.name} is here ({quantity(pulled.size_bytes, 'B')}{license_told}): cumulo chat {pulled.name}"

@@ -15,7 +15,6 @@ from typing import Any
 
 from starlette.types import Scope
 
-from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import GIB
 from cumulo.errors import CumuloError
 from cumulo.fleet.decide.loading import LoadState, ModelView, plan_loads
@@ -23,14 +22,11 @@ from cumulo.serve.engine_link.memory_forecast import MemoryForecast, forecast
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.service import HELD_SERVICE, Service
+from cumulo.serve.service import HELD_SERVICE, Service, not_served
 
 log = logging.getLogger(__name__)
 
-LET_GO, LOAD_S = (
-    "let_go",
-    "load_s",
-)  # in a request's state: what ends its hold, and how long it waited for its model
+LET_GO = "let_go"  # in a request's state: what ends its hold of a model
 _LOOK_S = 1.0  # between two looks for models that nobody uses
 _REFRESH_LOOKS = 5  # and every so many for those that were pulled meanwhile
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
@@ -42,15 +38,14 @@ class ServedModel:
     def __init__(self, name: str, model: str | None, keep_s: float | None) -> None:
         self.name, self.model, self.keep_s = name, model, keep_s
         self.service: Service | None = None  # made when it is loaded for the first time
-        self.forecast: MemoryForecast | None = None
+        self.forecast = MemoryForecast()
         self.state: LoadState = "unloaded"
         self.running = 0
         self.removed = False  # its files are gone; the requests that it has are answered
         self.used_s = time.monotonic()
 
     def view(self) -> ModelView:
-        need = self.forecast.need_bytes if self.forecast is not None else 0
-        return ModelView(need, self.state, self.running, self.used_s, self.keep_s)
+        return ModelView(self.forecast.need_bytes, self.state, self.running, self.used_s, self.keep_s)
 
     @property
     def expires_s(self) -> float:
@@ -61,9 +56,7 @@ class ServedModel:
     @property
     def max_context(self) -> int | None:
         info = self.service.engine.info if self.service is not None else None
-        if info is not None:
-            return info.max_context
-        return self.forecast.max_context or None if self.forecast is not None else None
+        return info.max_context if info is not None else self.forecast.max_context or None
 
 
 class ModelTable:
@@ -122,16 +115,15 @@ class ModelTable:
         if len(self.rows) > 1 or (self.several and gib is not None):
             await self.describe()
             for one in self.rows.values():
-                if one.forecast is not None and one.forecast.problem:
+                if one.forecast.problem:
                     log.warning("%s cannot be loaded: %s", one.name, one.forecast.problem)
-            if row.forecast is not None and row.forecast.problem:
+            if row.forecast.problem:
                 raise CumuloError(row.forecast.problem)
             self._bound(row)
         row.state = "loading"
         info = await self.first.start()
         row.state, row.used_s = "loaded", time.monotonic()
         self.budget_bytes = self.budget_bytes or info.ledger["available_bytes"]
-        row.forecast = row.forecast or MemoryForecast()
         row.forecast.take_plan(info)
         if self.several:
             self._begin(self._look_for_idle())
@@ -154,26 +146,17 @@ class ModelTable:
     def named(self, name: str) -> ServedModel | None:
         """The model of this name, or of the adapter's name; raises ApiError where the server has several and none
         of this name. None: the endpoints say what is wrong."""
-        for known in (name, name.removesuffix(_LATEST)):
-            if (row := self.rows.get(known)) is not None and not row.removed:
+        short = name.removesuffix(_LATEST)
+        if self.several and short not in self.rows:
+            self.refresh()
+        for known in (name, short):
+            if (row := self.listed.get(known)) is not None:
                 return row
             if self.first.adapters.named(known) is not None:
                 return self._first_row
-        if not self.several:
-            return None
-        self.refresh()
-        found = self.listed.get(name.removesuffix(_LATEST))
-        if found is None:
-            known_names = [*self.listed, *self.first.adapters.served]
-            told = did_you_mean(name[:140], known_names, quoted=True, otherwise=f"; this server has "
-                                f"{', '.join(known_names)}")[2:]  # fmt: skip
-            raise ApiError(
-                404,
-                f"the model {name[:140]!r} is not served here; {told}",
-                param="model",
-                code="model_not_found",
-            )
-        return found
+        if self.several:
+            raise not_served(name, [*self.listed, *self.first.adapters.served])
+        return None
 
     async def enter(self, scope: Scope, body: Any) -> None:
         """Wait until the model that a request's body names is loaded, and hold it until the request has ended."""
@@ -188,19 +171,15 @@ class ModelTable:
         if self.several:
             keep_s = getattr(body, "keep_s", None)
             row.keep_s = self.keep_s if keep_s is None else keep_s
-            began_s = time.perf_counter()
             await self.hold(row)
-            scope["state"] |= {HELD_SERVICE: row.service, LET_GO: lambda: self.let_go(row),
-                               LOAD_S: time.perf_counter() - began_s}  # fmt: skip
+            scope["state"] |= {HELD_SERVICE: row.service, LET_GO: lambda: self.let_go(row)}
 
     async def hold(self, row: ServedModel) -> None:
         """Load the model if it is not; it stays until `let_go`."""
-        if row.forecast is None:
+        if not (row.forecast.need_bytes or row.forecast.problem):
             await self.describe()
-        if row.forecast is not None and row.forecast.problem:
-            raise invalid(
-                f"{row.name} cannot be loaded: {row.forecast.problem}", "model", "model_not_loadable"
-            )
+        if problem := row.forecast.problem:
+            raise invalid(f"{row.name} cannot be loaded: {problem}", "model", "model_not_loadable")
         if len(self._waiting) >= self.first.options.max_queue:
             words = f"{len(self._waiting)} requests wait for a model to be loaded already: try again later"
             raise ApiError(429, words, code="queue_full", retry_after_s=5)
@@ -294,8 +273,8 @@ class ModelTable:
     async def describe(self) -> None:
         """Find out what all models are and take; one that is up takes what its engine planned."""
         async with self._lock:
-            known = {one.name for one in self.rows.values() if one.forecast and one.forecast.is_whole}
-            if not (rows := [one for one in self.rows.values() if one.name not in known]):
+            rows = [one for one in self.rows.values() if not (one.forecast.format or one.forecast.problem)]
+            if not rows:
                 return
             config, budget = self.first.options.engine, self.budget_bytes or None
             self.budget_bytes, found = await forecast([one.model for one in rows], config, budget)
@@ -320,7 +299,7 @@ class ModelTable:
 
     def _bound(self, row: ServedModel) -> None:
         """Its engine takes what was predicted, and no more."""
-        assert row.service is not None and row.forecast is not None
+        assert row.service is not None
         engine = row.service.engine
         config = replace(engine.settings.config, kv_blocks=row.forecast.kv_blocks)
         engine.settings = replace(engine.settings, config=config)

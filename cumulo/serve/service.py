@@ -61,6 +61,16 @@ def service_of(request: Request) -> "Service":
     return service
 
 
+def not_served(name: str, known: Sequence[str], why: str = "") -> ApiError:
+    name = name[:140]  # it may be as long as a body, and comparing names takes time
+    if not why and len(known) == 1:
+        why = f"this server has {known[0]!r}"
+    elif not why:
+        why = did_you_mean(name, known, quoted=True, otherwise=f"; this server has {', '.join(known)}")[2:]
+    words = f"the model {name!r} is not served here; {why}"
+    return ApiError(404, words, param="model", code="model_not_found")
+
+
 class Service:
     def __init__(
         self, options: ServeOptions, text: ModelText, model_name: str, beside: "Service | None" = None
@@ -185,19 +195,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is None or name == self.model_name or self.adapters.named(name) is not None:
             return
-        name = name[:140]  # it may be as long as a body, and comparing names takes time
         lost = next((one for one in self.adapters.all.values() if one.name == name and one.error), None)
-        has = f"this server has {self.model_name!r}"
-        if self.adapters.served:
-            names = [self.model_name, *self.adapters.served]
-            has = did_you_mean(name, names, quoted=True, otherwise=f"; this server has {', '.join(names)}")[
-                2:
-            ]
-        if lost is not None:
-            has = f"its adapter was lost when the engine restarted ({lost.error})"
-        raise ApiError(
-            404, f"the model {name!r} is not served here; {has}", param="model", code="model_not_found"
-        )
+        why = f"its adapter was lost when the engine restarted ({lost.error})" if lost is not None else ""
+        raise not_served(name, [self.model_name, *self.adapters.served], why)
 
     # -- adapters -----------------------------------------------------------------------------------------
     def hold_adapter(self, name: str) -> ServedAdapter | None:

@@ -4,7 +4,6 @@ import json
 import random
 import sys
 
-import huggingface_hub
 import pytest
 import torch
 
@@ -159,56 +158,6 @@ def test_an_empty_folder_and_a_file_of_another_kind_are_model_errors(tmp_path):
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(ModelError):
             hub.resolve(path)
-
-
-def test_a_hub_name_is_downloaded_with_only_the_files_that_are_needed(monkeypatch, folder):
-    asked = {}
-
-    def download(name, allow_patterns):
-        asked[name] = allow_patterns
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    source = hub.resolve("owner/model-1.5B")
-    assert (source.path, source.format, source.name) == (folder, "safetensors", "owner/model-1.5B")
-    assert "*.safetensors" in asked["owner/model-1.5B"] and "*.bin" not in asked["owner/model-1.5B"]
-
-
-def test_one_gguf_file_of_a_hub_repository_and_all_pieces_of_a_split_one(monkeypatch, tmp_path):
-    fetched = []
-
-    def download(name, file):
-        fetched.append((name, file))
-        return str(tmp_path / file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert hub.resolve("owner/model/q4.gguf").path == tmp_path / "q4.gguf"
-    assert hub.resolve("owner/model/x-00001-of-00002.gguf").path == tmp_path / "x-00001-of-00002.gguf"
-    assert [file for _, file in fetched] == ["q4.gguf", "x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
-
-
-def test_a_hub_repository_of_gguf_files_asks_to_name_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "list_repo_files", lambda self, name: ["README.md", "q4.gguf", "q8.gguf"]
-    )
-    with pytest.raises(ModelError, match=r"owner/model/q4\.gguf, owner/model/q8\.gguf"):
-        hub.resolve("owner/model")
-
-
-def test_without_a_network_the_error_says_so(monkeypatch):
-    def download(name, allow_patterns):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError, match="no route to host"):
-        hub.resolve("owner/model")
-
-
-def test_without_the_hub_package_the_error_says_how_to_download(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match="cumulo pull owner/model"):
-        hub.resolve("owner/model")
 
 
 # -- damage -----------------------------------------------------------------------------------------------

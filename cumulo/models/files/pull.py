@@ -1,4 +1,4 @@
-"""Download a model from a hub over HTTPS: `cumulo pull` and /api/pull.
+"""Download a model from a hub over HTTPS: `cumulo pull`, /api/pull, and models that are named and not here.
 
 Asks the hub which files a model has, takes those that Cumulo reads, resumes what an earlier download began, and
 checks every file against the hub's checksum before it gets its name. Needs nothing but Python.
@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
@@ -53,11 +53,9 @@ class PullProgress:
     total_bytes: int
 
 
-Tell = Callable[[PullProgress], None]
-
-
-def pull(name: str, hub: str = DEFAULT_HUB, tell: Tell = lambda progress: None) -> PulledModel:
-    """Download a model, or complete a download; raises ModelError. `tell` may raise to end it."""
+def pull(name: str, hub: str = DEFAULT_HUB, every_s: float = 0.1) -> Iterator[PullProgress]:
+    """Download a model, or complete a download, while the progress is read: at each file's end, and not more often
+    than `every_s`. Raises ModelError."""
     short = short_name(name)
     if short is None:
         raise ModelError(
@@ -66,30 +64,29 @@ def pull(name: str, hub: str = DEFAULT_HUB, tell: Tell = lambda progress: None) 
         )
     hub = hub.rstrip("/")
     owner, rest = short.split("/", 1)
-    inner = re.match(r"[\w.-]+", rest)
-    assert inner is not None
-    repository, wanted = f"{owner}/{inner[0]}", rest[inner.end() + 1 :]
+    inner, wanted = re.match(r"([\w.-]+)[:/]?(.*)", rest).groups()  # type: ignore[union-attr]
+    repository = f"{owner}/{inner}"
     told = _json(f"{hub}/api/models/{quote(repository)}", repository)
     revision = str(told.get("sha") or "main")
     listing = _json(f"{hub}/api/models/{quote(repository)}/tree/{quote(revision)}?recursive=1", repository)
     files = _chosen([_file(row) for row in listing if row.get("type") == "file"], wanted, short)
-    folder, total = folder_of(short), sum(file.size for file in files)
+    folder, total, done, told_s = folder_of(short), sum(file.size for file in files), 0, time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, short):
-            _check_room(folder, files, total)
-            done = 0
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process that downloads this model ends first
+            _check_room(folder, total)
             for file in files:
                 url = f"{hub}/{quote(repository)}/resolve/{quote(revision)}/{quote(file.path)}"
                 for have in _fetched(url, folder / file.path, file, repository):
-                    tell(PullProgress(file, have, done + have, total))
+                    if have == file.size or time.monotonic() - told_s >= every_s:
+                        told_s = time.monotonic()
+                        yield PullProgress(file, have, done + have, total)
                 done += file.size
             first = files[0].path if files[0].path.endswith(".gguf") else ""
-            model = PulledModel(short, folder, first, _license(told), hub, revision, total, time.time())
-            keep_pulled(model)
+            keep_pulled(PulledModel(short, folder, first, _license(told), hub, revision, total, time.time()))
     except OSError as error:
         raise ModelError(f"{short} cannot be kept in {folder}: {error.strerror or error}") from error
-    return model
 
 
 # -- what to take -----------------------------------------------------------------------------------------
@@ -150,18 +147,7 @@ def _license(told: dict[str, Any]) -> str:
 
 
 # -- fetching ---------------------------------------------------------------------------------------------
-@contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Two downloads of one model would write into the same files."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ModelError(f"{name} is being downloaded by another process: wait for it to end") from None
-        yield
-
-
-def _check_room(folder: Path, files: list[HubFile], total: int) -> None:
+def _check_room(folder: Path, total: int) -> None:
     here = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free
     if total - here > free:
@@ -236,11 +222,14 @@ def _opened(url: str, name: str, start: int = 0) -> Any:
     return urlopen(request, timeout=_TIMEOUT_S)
 
 
+def hugging_face_folder() -> Path:
+    """Where Hugging Face's own tools keep what they download, and the user's token."""
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+
+
 def _token() -> str:
-    """Where Hugging Face's own tools look for it."""
     with suppress(OSError):
-        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-        return os.environ.get("HF_TOKEN") or (home / "token").read_text("utf-8").strip()
+        return os.environ.get("HF_TOKEN") or (hugging_face_folder() / "token").read_text("utf-8").strip()
     return ""
 
 

@@ -33,30 +33,17 @@ class MemoryForecast(msgspec.Struct):
     weight_bytes: int = 0
     hidden: int = 0
 
-    @property
-    def is_whole(self) -> bool:
-        return bool(self.format or self.problem)
-
     def take_plan(self, info: Ready) -> None:
         """What its engine has planned when it was loaded counts more."""
         self.need_bytes, self.kv_blocks = info.ledger["predicted_bytes"], info.kv_blocks
         self.max_context, self.problem = info.max_context, ""
 
 
-class _Asked(msgspec.Struct):
-    models: list[str | None]
-    config: EngineConfig
-    budget_bytes: int | None
+_Asked = tuple[Sequence[str | None], EngineConfig, int | None]
+_Answer = tuple[int, list[MemoryForecast]]
 
 
-class _Answer(msgspec.Struct):
-    budget_bytes: int
-    forecasts: list[MemoryForecast]
-
-
-async def forecast(
-    models: Sequence[str | None], config: EngineConfig, budget_bytes: int | None
-) -> tuple[int, list[MemoryForecast]]:
+async def forecast(models: Sequence[str | None], config: EngineConfig, budget_bytes: int | None) -> _Answer:
     """The memory that engines may take together (where none is given: what is free now), and what each of these
     models would take of it."""
     paths = [str(Path(cumulo.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,44 +53,39 @@ async def forecast(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     try:
-        told, _ = await process.communicate(msgspec.json.encode(_Asked(list(models), config, budget_bytes)))
+        told, _ = await process.communicate(msgspec.json.encode((models, config, budget_bytes)))
     except BaseException:
         process.kill()
         raise
     if process.returncode:
         raise CumuloError(f"the memory of {len(models)} models could not be predicted; the log says why")
-    answer = msgspec.json.decode(told, type=_Answer)
-    return answer.budget_bytes, answer.forecasts
+    answer: _Answer = msgspec.json.decode(told, type=_Answer)
+    return answer
 
 
 def main() -> None:
     from cumulo.engine.assembly import device_kind, free_memory, predict_memory
     from cumulo.models.files.load import inspect_model
 
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=_Asked)
-    config, budget_bytes = asked.config, asked.budget_bytes
+    models, config, budget_bytes = msgspec.json.decode(sys.stdin.buffer.read(), type=_Asked)
     if budget_bytes is None:
         budget_bytes = free_memory(config.settled(device_kind(config.device)))
     found = list[MemoryForecast]()
-    for model in asked.models:
-        try:
-            files = inspect_model(model)
-        except CumuloError as error:
-            found.append(MemoryForecast(problem=str(error)))
-            continue
-        told = MemoryForecast(
-            format=files.format, family=files.spec.family, number_format=files.number_format,
-            parameters=files.parameters, weight_bytes=files.weight_bytes, hidden=files.spec.hidden,
-        )  # fmt: skip
+    for model in models:
+        told = MemoryForecast()
         found.append(told)
         try:
+            files = inspect_model(model)
+            told.format, told.family, told.hidden = files.format, files.spec.family, files.spec.hidden
+            told.number_format, told.parameters = files.number_format, files.parameters
+            told.weight_bytes = files.weight_bytes
             memory = predict_memory(files, config, budget_bytes)
         except CumuloError as error:
             told.problem = str(error)
         else:
             told.need_bytes, told.kv_blocks = memory.ledger.predicted_bytes, memory.kv_blocks
             told.max_context = memory.max_context
-    sys.stdout.buffer.write(msgspec.json.encode(_Answer(budget_bytes, found)))
+    sys.stdout.buffer.write(msgspec.json.encode((budget_bytes, found)))
 
 
 if __name__ == "__main__":

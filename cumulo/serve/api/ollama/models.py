@@ -4,8 +4,9 @@ come and go, in Ollama's API.
 
 import asyncio
 import hashlib
+import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from cumulo import __version__
 from cumulo.errors import CumuloError, ModelError
 from cumulo.models.files.pull import PullProgress, pull
-from cumulo.models.files.pulled import pulled_models, remove_pulled
+from cumulo.models.files.pulled import find_pulled, remove_pulled
 from cumulo.serve.access.keys import require_operator
 from cumulo.serve.api.openai.events import json_response, to_line
 from cumulo.serve.api.openai.schemas_out import OLLAMA_ERRORS, STREAMED_LINES
@@ -29,7 +30,6 @@ from cumulo.serve.options import ALL_PULLED
 
 router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
 Item = dict[str, Any]
-_TELL_S = 0.1  # between two lines of progress
 _FOR_EVER_S = 100 * 365 * 86400.0
 
 
@@ -59,9 +59,7 @@ async def version() -> Response:
 @router.get("/api/tags", summary="All models, in Ollama's API")
 async def tags(request: Request) -> Response:
     models = await _described(request)
-    return json_response(
-        {"models": [_entry(row) | {"modified_at": _changed(row)} for row in models.listed.values()]}
-    )
+    return json_response({"models": [_entry(row) for row in models.listed.values()]})
 
 
 @router.get("/api/ps", summary="The models in memory, in Ollama's API")
@@ -69,113 +67,71 @@ async def loaded(request: Request) -> Response:
     models = await _described(request)
     found = []
     for row in models.rows.values():
-        if row.state == "loaded" and row.forecast is not None:
-            info = row.service.engine.info if row.service is not None else None
-            on_gpu = info is not None and "cuda" in info.runs_on.lower()
-            need = row.forecast.need_bytes
-            stays_s = row.expires_s if models.several else _FOR_EVER_S
-            expires = datetime.fromtimestamp(time.time() + min(stays_s, _FOR_EVER_S), UTC).isoformat()
-            found.append(_entry(row) | {"size": need, "size_vram": need if on_gpu else 0, "expires_at": expires,
-                                        "context_length": row.max_context})  # fmt: skip
+        if row.state == "loaded" and row.service is not None:
+            need, stays_s = row.forecast.need_bytes, row.expires_s if models.several else _FOR_EVER_S
+            told = {"size": need, "size_vram": need if "cuda" in row.service.info.runs_on.lower() else 0,
+                    "expires_at": _when(time.time() + min(stays_s, _FOR_EVER_S)),
+                    "context_length": row.max_context}  # fmt: skip
+            found.append(_entry(row) | told)
     return json_response({"models": found})
 
 
 @router.post("/api/show", summary="One model, in Ollama's API")
 async def show(body: NamedModel, request: Request) -> Response:
     models = await _described(request)
-    row = _named(models, body.asked)
-    forecast = row.forecast
-    assert forecast is not None
-    if forecast.problem and not forecast.format:
-        raise invalid(forecast.problem, "model")
-    service = await models.service_of(row)
-    template = service.text.tokenizer.chat_template
-    formats, pulled = service.text.formats, _pulled(row)
-    capabilities = [
-        "completion",
-        "embedding",
-        *(["tools"] if template else []),
-        *(["thinking"] if formats.thinks else []),
-    ]
-    info = service.engine.info
+    if (row := models.named(body.asked)) is None:
+        models.first.check_model(body.asked)
+        row = models.rows[models.first.model_name]
+    told = row.forecast
+    if told.problem and not told.format:
+        raise invalid(told.problem, "model")
+    service, pulled = await models.service_of(row), find_pulled(row.name)
+    template, info = service.text.tokenizer.chat_template, service.engine.info
+    can = {"completion": True, "embedding": True, "tools": template, "thinking": service.text.formats.thinks}
     defaults = info.generation_defaults if info is not None else {}
-    family = forecast.family or "unknown"
-    return json_response(
-        {
-            "modelfile": f"FROM {row.name}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
-            "template": template.source if template is not None else "",
-            "license": pulled.license if pulled is not None else "",
-            "details": _details(row),
-            "model_info": {
-                "general.architecture": family,
-                "general.parameter_count": forecast.parameters,
-                f"{family}.context_length": row.max_context,
-                f"{family}.embedding_length": forecast.hidden,
-            },
-            "capabilities": capabilities,
-            "modified_at": _changed(row),
-        }
-    )
+    more = {
+        "modelfile": f"FROM {row.name}\n",
+        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
+        "template": template.source if template is not None else "",
+        "license": pulled.license if pulled is not None else "",
+        "model_info": {
+            "general.architecture": told.family,
+            "general.parameter_count": told.parameters,
+            f"{told.family}.context_length": row.max_context,
+            f"{told.family}.embedding_length": told.hidden,
+        },
+        "capabilities": [name for name, has in can.items() if has],
+    }
+    return json_response(_entry(row) | more)
 
 
 # -- getting and dropping models: with API keys they need one that may operate ------------------------------------
 @router.post("/api/pull", summary="Download a model, in Ollama's API", responses=STREAMED_LINES)
 async def pull_model(body: PullModel, request: Request) -> Response:
     require_operator(request)
-    models, name = _managed(request), body.asked
-    news: asyncio.Queue[Item | CumuloError | None] = asyncio.Queue()
-    loop, gone = asyncio.get_running_loop(), False
-    told_s = 0.0
-
-    def tell(progress: PullProgress) -> None:
-        nonlocal told_s
-        if gone:
-            raise ModelError("whoever asked has hung up; ask again to resume")
-        file, ended = progress.file, progress.file_bytes == progress.file.size
-        if ended or time.monotonic() - told_s > _TELL_S:
-            told_s = time.monotonic()
-            loop.call_soon_threadsafe(news.put_nowait, _progress(file.path, file.checksum, progress))
-
-    def work() -> None:
-        last: Item | CumuloError = {"status": "success"}
-        try:
-            pull(name, models.first.options.hub, tell)
-        except CumuloError as error:
-            last = error
-        for one in (last, None):
-            loop.call_soon_threadsafe(news.put_nowait, one)
-
-    working = asyncio.create_task(asyncio.to_thread(work))
-    first = await news.get()
-    if isinstance(first, CumuloError):
-        raise invalid(str(first), "model", "not_pulled")
-
-    async def lines() -> AsyncIterator[bytes]:
-        nonlocal gone
-        try:
-            yield to_line({"status": "pulling manifest"}) + b"\n"
-            one: Item | CumuloError | None = first
-            while one is not None:
-                yield (ollama_error(str(one)) if isinstance(one, CumuloError) else to_line(one)) + b"\n"
-                one = await news.get()
-            await working
-            models.refresh()
-        finally:
-            gone = True
-
+    steps = pull(body.asked, _managed(request).first.options.hub)
+    try:
+        first = await asyncio.to_thread(next, steps)
+    except CumuloError as error:
+        raise invalid(str(error), "model", "not_pulled") from None
+    lines = _lines(itertools.chain([first], steps))
     if body.stream is not False:
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
-    last = [line async for line in lines()][-1]
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+    last = await asyncio.to_thread(lambda: list(lines)[-1])
     return Response(last, 200 if b'"success"' in last else 500, media_type="application/json")
 
 
-def _progress(path: str, checksum: str, progress: PullProgress) -> Item:
-    kind = "sha256" if len(checksum) == 64 else "sha1"
-    return {
-        "status": f"pulling {path}", "digest": f"{kind}:{checksum}", "total": progress.file.size,
-        "completed": progress.file_bytes,
-    }  # fmt: skip
+def _lines(steps: Iterator[PullProgress]) -> Iterator[bytes]:
+    """Read in threads; the download ends with its reader, and is resumed when it is asked for again."""
+    yield to_line({"status": "pulling manifest"}) + b"\n"
+    try:
+        for now in steps:
+            digest = f"{'sha256' if len(now.file.checksum) == 64 else 'sha1'}:{now.file.checksum}"
+            told = {"status": f"pulling {now.file.path}", "digest": digest}
+            yield to_line(told | {"total": now.file.size, "completed": now.file_bytes}) + b"\n"
+        yield to_line({"status": "success"}) + b"\n"
+    except CumuloError as error:
+        yield ollama_error(str(error)) + b"\n"
 
 
 @router.delete("/api/delete", summary="Delete a pulled model, in Ollama's API")
@@ -203,7 +159,6 @@ def _managed(request: Request) -> ModelTable:
     return models
 
 
-# -- words ------------------------------------------------------------------------------------------------
 async def _described(request: Request) -> ModelTable:
     models: ModelTable = request.app.state.models
     models.refresh()
@@ -211,46 +166,23 @@ async def _described(request: Request) -> ModelTable:
     return models
 
 
-def _named(models: ModelTable, name: str) -> ServedModel:
-    row = models.named(name)
-    if row is None:
-        models.first.check_model(name)
-        return models.rows[models.first.model_name]
-    return row
-
-
-def _tagged(name: str) -> str:
-    """Ollama's names have a tag, and its clients add one where it is missing."""
-    return name if ":" in name else f"{name}:latest"
-
-
 def _entry(row: ServedModel) -> Item:
-    forecast = row.forecast
-    size = forecast.weight_bytes if forecast is not None else 0
-    digest = hashlib.sha256(f"{row.name} {row.model} {size}".encode()).hexdigest()
-    return {"name": _tagged(row.name), "model": _tagged(row.name), "size": size, "digest": digest,
-            "details": _details(row)}  # fmt: skip
-
-
-def _details(row: ServedModel) -> Item:
-    forecast = row.forecast
-    assert forecast is not None
-    size = forecast.parameters
+    """Ollama's names have a tag, and its clients add one where it is missing."""
+    told, name = row.forecast, row.name if ":" in row.name else f"{row.name}:latest"
+    path = Path(row.model or "")
+    size = f"{told.parameters / 1e9:.1f}B" if told.parameters >= 1e9 else f"{told.parameters / 1e6:.0f}M"
     return {
-        "parent_model": "",
-        "format": forecast.format,
-        "family": forecast.family,
-        "families": [forecast.family],
-        "parameter_size": f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M",
-        "quantization_level": forecast.number_format,
-    }
+        "name": name,
+        "model": name,
+        "size": told.weight_bytes,
+        "digest": hashlib.sha256(f"{row.name} {row.model} {told.weight_bytes}".encode()).hexdigest(),
+        "modified_at": _when(path.stat().st_mtime if row.model and path.exists() else 0.0),
+        "details": {
+            "parent_model": "", "format": told.format, "family": told.family, "families": [told.family],
+            "parameter_size": size, "quantization_level": told.number_format,
+        },
+    }  # fmt: skip
 
 
-def _pulled(row: ServedModel) -> Any:
-    return next((one for one in pulled_models() if str(one.path) == row.model), None)
-
-
-def _changed(row: ServedModel) -> str:
-    path = Path(row.model) if row.model else None
-    changed_s = path.stat().st_mtime if path is not None and path.exists() else 0.0
-    return datetime.fromtimestamp(changed_s, UTC).isoformat()
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

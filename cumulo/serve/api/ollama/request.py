@@ -1,5 +1,5 @@
-"""Requests of Ollama's API, and the chat requests they amount to. What is not supported is refused by name; options
-of how Ollama loads a model are ignored with a warning, for they decide no answer here.
+"""Requests of Ollama's API, and the chat and completion requests they amount to. What is not supported is refused
+by name; options of how Ollama loads models are ignored with a warning, for they decide no answer here.
 """
 
 import json
@@ -17,6 +17,7 @@ from cumulo.serve.api.openai.schemas import (
     MAX_STOP_STRINGS,
     MAX_TOOLS,
     ChatRequest,
+    CompletionRequest,
     Schema,
     StopString,
     Temperature,
@@ -29,7 +30,13 @@ Entry = dict[str, Any]
 _NO_LIMIT = 1 << 31  # tokens: the context ends the answer
 
 
-class OllamaOptions(Strict):
+class Lenient(Strict):
+    """Ollama's clients send more than is known here."""
+
+    ignores_unknown: ClassVar[bool] = True
+
+
+class OllamaOptions(Lenient):
     num_predict: int | None = Field(
         None, ge=-2, le=1 << 31, description="Below 0: up to the end of the context."
     )
@@ -42,36 +49,19 @@ class OllamaOptions(Strict):
     repeat_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    num_ctx: int | None = Field(None, ge=0, le=1 << 31, description="Not used: the served context applies.")
-    ignores_unknown: ClassVar[bool] = True
     ignored = frozenset(
-        (
-            "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat",
-            "mirostat_eta", "mirostat_tau", "num_batch", "num_gpu", "num_keep", "num_thread", "numa",
-            "penalize_newline", "repeat_last_n", "tfs_z", "typical_p", "use_mlock", "use_mmap", "vocab_only",
-        )
-    )  # fmt: skip
+        ("draft_num_predict", "main_gpu")
+    )  # they are not misspelt, though others are like them
 
     def fields(self) -> Entry:
         """Of a chat request, or of a completion's."""
-        names = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "stop",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        limit = self.num_predict or None  # 0: as if it were left out
-        return {name: getattr(self, name) for name in names} | {
-            "repetition_penalty": self.repeat_penalty,
-            "max_tokens": _NO_LIMIT if limit is not None and limit < 0 else limit,
-        }
+        fields = self.model_dump()
+        limit = fields.pop("num_predict") or None  # 0: as if it were left out
+        fields["max_tokens"] = _NO_LIMIT if limit is not None and limit < 0 else limit
+        return fields | {"repetition_penalty": fields.pop("repeat_penalty")}
 
 
-class ModelCall(Strict):
+class ModelCall(Lenient):
     """What every request has that needs a model in memory."""
 
     model: str = Field(min_length=1, description="A name of /api/tags; ':latest' may be left out.")
@@ -81,29 +71,18 @@ class ModelCall(Strict):
         description="How long the model stays in memory after this request: seconds, or a text such as 5m or 24h; "
         "0: not at all; below 0: until others need its memory.",
     )
-    ignores_unknown: ClassVar[bool] = True
 
     @property
     def keep_s(self) -> float | None:
         """None: the server's own."""
         if self.keep_alive is None:
             return None
+        text = str(self.keep_alive)[:40]
         try:
-            text = str(self.keep_alive)
-            seconds = float(text) if not text.endswith(("s", "m", "h")) else _duration_s(text)
-        except (ValueError, ConfigError):
-            words = f"keep_alive is {str(self.keep_alive)[:40]!r}: give seconds, or a text such as 5m or 24h"
-            raise invalid(words, "keep_alive", "invalid_value") from None
-        return math.inf if seconds < 0 else seconds
-
-    @property
-    def run_fields(self) -> Entry:
-        return self.options.fields() if self.options is not None else {}
-
-
-def _duration_s(text: str) -> float:
-    sign = -1 if text.startswith("-") else 1
-    return sign * parse_duration_s(text.removeprefix("-"))
+            seconds = parse_duration_s(text.removeprefix("-"), "keep_alive", "look like 5m, 24h or 0")
+        except ConfigError as error:
+            raise invalid(str(error), "keep_alive", "invalid_value") from None
+        return math.inf if text.startswith("-") else seconds
 
 
 class AnswerCall(ModelCall):
@@ -116,45 +95,51 @@ class AnswerCall(ModelCall):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],), "width": (0,), "height": (0,),
+        "steps": (0,),
+    }  # fmt: skip
+    instead: ClassVar[dict[str, str]] = {
+        "images": "this server reads text only",
+        "context": "send the conversation to /api/chat",
+    }
 
-    @property
-    def form(self) -> Entry | None:
-        if not self.format:
-            return None
-        if self.format == "json":
-            return {"type": "json_object"}
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
-
-    def chat_fields(self, messages: list[Entry]) -> Entry:
-        return self.run_fields | {
+    def shared_fields(self) -> Entry:
+        """What a chat request and a completion request have in common."""
+        form: Entry | None = {"type": "json_object"} if self.format else None
+        if isinstance(self.format, dict) and self.format:
+            form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
+        stream = self.stream is not False
+        options = self.options.fields() if self.options is not None else {}
+        return options | {
             "model": self.model,
+            "stream": stream,
+            "response_format": form,
+        }
+
+    def chat_of(self, messages: list[Entry], param: str, **more: Any) -> ChatRequest:
+        fields = self.shared_fields() | more | {
             "messages": messages,
-            "stream": self.stream is not False,
-            "response_format": self.form,
             "chat_template_kwargs": {"enable_thinking": self.think} if isinstance(self.think, bool) else None,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "logprobs": bool(self.logprobs),
             "top_logprobs": self.top_logprobs if self.logprobs else None,
-        }
+        }  # fmt: skip
+        return as_chat_request(fields, param)
 
 
 # -- /api/chat --------------------------------------------------------------------------------------------
-class UsedFunction(Strict):
+class UsedFunction(Lenient):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: dict[str, Any] = Field(default_factory=dict)
-    ignores_unknown: ClassVar[bool] = True
 
 
-class UsedTool(Strict):
+class UsedTool(Lenient):
     function: UsedFunction
     id: str | None = Field(None, max_length=512)
-    ignores_unknown: ClassVar[bool] = True
 
 
-_NO_IMAGES = {"images": "this server reads text only"}
-
-
-class Said(Strict):
+class Said(Lenient):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -162,9 +147,8 @@ class Said(Strict):
     tool_name: str | None = Field(None, description="Of a tool's result: which tool.")
     name: str | None = Field(None, description="The older name of tool_name.")
     tool_call_id: str | None = None
-    ignores_unknown: ClassVar[bool] = True
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"images": ([],)}
-    instead: ClassVar[dict[str, str]] = _NO_IMAGES
+    instead = AnswerCall.instead
 
 
 class Conversing(AnswerCall):
@@ -174,16 +158,13 @@ class Conversing(AnswerCall):
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="As in OpenAI's API."
     )
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"template": ("",)}
 
     def as_chat(self) -> ChatRequest:
-        messages = _messages(self.messages)
-        last = messages[-1]
-        fields = self.chat_fields(messages) | {
-            "tools": self.tools or None,
-            "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
-        }
-        return as_chat_request(fields, "messages")
+        last = self.messages[-1]
+        continued = last.role == "assistant" and not last.tool_calls
+        return self.chat_of(
+            _messages(self.messages), "messages", tools=self.tools or None, continue_final_message=continued
+        )
 
 
 def _messages(said: list[Said]) -> list[Entry]:
@@ -194,22 +175,14 @@ def _messages(said: list[Said]) -> list[Entry]:
         entry: Entry = {"role": one.role, "content": one.content or ""}
         if one.thinking and one.role == "assistant":
             entry["reasoning_content"] = one.thinking
-        if one.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": used.id or f"call_{place}_{number}",
-                    "type": "function",
-                    "function": {
-                        "name": used.function.name,
-                        "arguments": json.dumps(used.function.arguments),
-                    },
-                }
-                for number, used in enumerate(one.tool_calls)
-            ]
-            open_calls += [(call["function"]["name"], call["id"]) for call in entry["tool_calls"]]
+        for number, used in enumerate(one.tool_calls or ()):
+            call = {"name": used.function.name, "arguments": json.dumps(used.function.arguments)}
+            call_id = used.id or f"call_{place}_{number}"
+            entry.setdefault("tool_calls", []).append({"id": call_id, "function": call})
+            open_calls.append((used.function.name, call_id))
         if one.role == "tool":
             name = one.tool_name or one.name
-            matching = [call for call in open_calls if name is None or call[0] == name]
+            matching = [call for call in open_calls if name in (None, call[0])]
             if one.tool_call_id is None and matching:
                 open_calls.remove(matching[0])
             entry["tool_call_id"] = one.tool_call_id or (matching[0][1] if matching else f"call_{place}")
@@ -224,17 +197,17 @@ class Generating(AnswerCall):
     raw: bool | None = Field(
         None, description="true: the prompt is sent to the model without its chat template."
     )
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],), "width": (0,), "height": (0,),
-        "steps": (0,),
-    }  # fmt: skip
-    instead: ClassVar[dict[str, str]] = _NO_IMAGES | {"context": "send the conversation to /api/chat"}
 
     def as_chat(self) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return as_chat_request(
-            self.chat_fields([*system, {"role": "user", "content": self.prompt}]), "prompt"
-        )
+        return self.chat_of([*system, {"role": "user", "content": self.prompt}], "prompt")
+
+    def as_completion(self) -> CompletionRequest:
+        if self.system:
+            raise invalid("raw leaves out the chat template: put system into the prompt", "system")
+        fields = self.shared_fields()
+        fields |= {"prompt": self.prompt, "max_tokens": fields.get("max_tokens") or _NO_LIMIT}
+        return CompletionRequest(**fields, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 # -- /api/embed, /api/embeddings --------------------------------------------------------------------------
