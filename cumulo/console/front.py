@@ -124,7 +124,9 @@ class Front:
         connection = HTTPConnection(scope)
         if path in _PLAIN and scope["type"] == "http":
             await (await self._session_change(Request(scope, receive)))(scope, receive, send)
-        elif path.startswith(_SOCKET) and not self._may_connect(connection):
+        elif path.startswith(_SOCKET) and not (
+            _same_site(connection) and self._sessions.visitor(connection.cookies) is not None
+        ):
             await _refuse(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._open_socket(connection, scope, receive, send)
@@ -132,9 +134,6 @@ class Front:
             await RedirectResponse("/login", 303)(scope, receive, send)
         else:
             await self._pages(scope, receive, _with_headers(send) if is_page else send)
-
-    def _may_connect(self, connection: HTTPConnection) -> bool:
-        return _same_site(connection) and self._sessions.visitor(connection.cookies) is not None
 
     async def _open_socket(
         self, connection: HTTPConnection, scope: Scope, receive: Receive, send: Send

@@ -21,18 +21,10 @@ from cumulo.gateway.options import GatewayOptions
 from cumulo.serve import stderr_log
 from cumulo.serve.http.keeper import Keeper, Tally
 from cumulo.serve.http.limits import HttpLimits, find_room
-from cumulo.serve.http.listening import (
-    SignalledServer,
-    bind,
-    loop_factory,
-    url_of,
-    uvicorn_config,
-    wait_while,
-)
+from cumulo.serve.http.listening import SignalledServer, bind, drain, loop_factory, url_of, uvicorn_config
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
-_LAST_WORDS_S = 2.0
 _DISCARD_BYTES = 64 << 20
 
 
@@ -107,15 +99,8 @@ class GatewayRun:
         app.draining = True
         for server in self._uvicorn.servers:
             server.close()  # another gateway on this port gets the new connections from now on
-        if app.in_flight:
-            log.info("draining: %d requests may finish", app.in_flight)
-        await wait_while(lambda: app.in_flight > 0, self._options.drain_timeout_s)
-        if app.in_flight:
-            log.warning("%d requests did not finish in time and are ended", app.in_flight)
-            self._fleet.end()  # so that clients are told, rather than cut off
-            await wait_while(lambda: app.in_flight > 0, _LAST_WORDS_S)
-        await asyncio.sleep(0.05)  # the last bytes of what has just finished
-        self._uvicorn.should_exit = True
+        # Ended requests are told so, rather than cut off.
+        await drain(self._uvicorn, lambda: app.in_flight, self._options.drain_timeout_s, self._fleet.end)
 
 
 def run(

@@ -15,7 +15,7 @@ from cumulo.base.quantiles import quantile
 from cumulo.base.quantities import quantity
 from cumulo.load.campaign import LevelResult
 from cumulo.load.schedule import Arrivals
-from cumulo.load.summary import Spread, timeline
+from cumulo.load.summary import timeline
 from cumulo.spec.slo import Slo
 
 MOST_POINTS = 400
@@ -122,7 +122,9 @@ def _sweep_charts(results: Sequence[LevelResult], slo: Slo | None, found: float 
 
     def percentiles(figure: str) -> list[Series]:
         return [
-            over_load(name, color, lambda r, n=name: _milliseconds(getattr(r.summary, figure), n))
+            over_load(
+                name, color, lambda r, n=name: (one := getattr(r.summary, figure)) and getattr(one, n) * 1e3
+            )
             for color, name in enumerate(("p50", "p99"))
         ]
 
@@ -195,10 +197,6 @@ def _load_value(result: LevelResult) -> float:
     if isinstance(load, Arrivals):
         return load.rate
     return load.speed
-
-
-def _milliseconds(spread: Spread | None, name: str) -> float | None:
-    return None if spread is None else float(getattr(spread, name)) * 1e3
 
 
 def _bound(seconds: float | None) -> tuple[tuple[str, float], ...]:

@@ -21,14 +21,7 @@ from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.http.keeper import Keeper, Tally
 from cumulo.serve.http.limits import find_room, http_limits
-from cumulo.serve.http.listening import (
-    SignalledServer,
-    bind,
-    loop_factory,
-    url_of,
-    uvicorn_config,
-    wait_while,
-)
+from cumulo.serve.http.listening import SignalledServer, bind, drain, loop_factory, url_of, uvicorn_config
 from cumulo.serve.model_table import ModelTable
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ALL_PULLED, ServeOptions
@@ -38,7 +31,6 @@ if TYPE_CHECKING:
     from cumulo.serve.observe.otel import Tracing
 
 log = logging.getLogger(__name__)
-_LAST_WORDS_S = 2.0
 
 
 class _Run:
@@ -115,15 +107,9 @@ class _Run:
     async def _drain(self) -> None:
         models = self.models
         self.service.draining = True
-        if models.busy:
-            log.info("draining: %d requests may finish", models.busy)
-        await wait_while(lambda: models.busy > 0, self.service.options.drain_timeout_s)
-        if models.busy:
-            log.warning("%d requests did not finish in time and are ended", models.busy)
-            models.abort_all("the server is shutting down and this request took longer than it could wait")
-            await wait_while(lambda: models.busy > 0, _LAST_WORDS_S)
-        await asyncio.sleep(0.05)  # the last bytes of what has just finished
-        self._uvicorn.should_exit = True
+        why = "the server is shutting down and this request took longer than it could wait"
+        patience_s = self.service.options.drain_timeout_s
+        await drain(self._uvicorn, lambda: models.busy, patience_s, lambda: models.abort_all(why))
 
 
 def run(

@@ -249,14 +249,11 @@ def _attention(spec: ModelSpec, scores: Scores, inputs: tuple[Kept, ...], result
         Kept(heads, "tensor", stored, per_key=True, dropout=True),
         Kept(heads, "tensor", stored, bytes_each=1, per_key=True, dropout=True),
     )
+    cached = spec.kv_cache_heads * (spec.kv_key_dim + spec.kv_value_dim)
     return Operation(
-        "attention.scores", "attention", scores=scores, kv_read=_cached_numbers(spec), kept=kept,
+        "attention.scores", "attention", scores=scores, kv_read=cached, kept=kept,
         again="attention", buffer=result, eager=result,
     )  # fmt: skip
-
-
-def _cached_numbers(spec: ModelSpec) -> int:
-    return spec.kv_cache_heads * (spec.kv_key_dim + spec.kv_value_dim)
 
 
 def _feed_forward_block(spec: ModelSpec, has_experts: bool, form: Form) -> Iterator[Operation]:

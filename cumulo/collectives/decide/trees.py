@@ -93,7 +93,7 @@ def binomial(collective: Collective, ranks: int, elements: int, root: int = 0) -
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
         own = (rank - root) % ranks
         low = own & -own if own else 1 << ranks.bit_length()
-        children = [own + bit for bit in _bits_below(low) if own + bit < ranks]
+        children = [own + (1 << bit) for bit in range(low.bit_length() - 1) if own + (1 << bit) < ranks]
         if collective == "broadcast":
             steps: list[CollectiveStep] = [
                 (Transfer(Move.SEND, (child + root) % ranks, 0),) for child in reversed(children)
@@ -202,7 +202,3 @@ def _second_tree(node: int, nodes: int) -> TreePlace:
     found = _first_tree(nodes - 1 - node if nodes % 2 == 0 else (node - 1) % nodes, nodes)
     parent = None if found.parent is None else back(found.parent)
     return TreePlace(parent, tuple(back(child) for child in found.children), found.depth)
-
-
-def _bits_below(bit: int) -> list[int]:
-    return [1 << index for index in range(bit.bit_length() - 1)]

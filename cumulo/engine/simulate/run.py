@@ -96,6 +96,14 @@ class Served:
     tokens: int = 0  # where a run judges by ITL: of its tokens after the first one,
     late_tokens: int = 0  # those that came later than the bound
 
+    @property
+    def ttft_s(self) -> float:
+        return (self.first_token_s or 0.0) - self.arrival.arrived_s
+
+    @property
+    def e2e_s(self) -> float:
+        return (self.last_token_s or 0.0) - self.arrival.arrived_s
+
     def judge_gaps(self, tokens: int, late: int) -> None:
         """So many further tokens have come, some of them late."""
         self.tokens += tokens

@@ -94,7 +94,8 @@ class Breaker:
     def state(self, now_s: float) -> State:
         if self.opened_s is None:
             return "closed"
-        return "half open" if now_s - self.opened_s >= self._pause_s() else "open"
+        pause_s = min(_LONGEST_PAUSE_S, self.pause_s * 2.0 ** max(0, min(self.opened, 10) - 1))
+        return "half open" if now_s - self.opened_s >= pause_s else "open"
 
     def refuses(self, now_s: float) -> str:
         """Why no request goes there now; empty: one may."""
@@ -121,9 +122,6 @@ class Breaker:
             self.opened += 1
             self.opened_s = now_s
         self.trying = False
-
-    def _pause_s(self) -> float:
-        return min(_LONGEST_PAUSE_S, self.pause_s * 2.0 ** max(0, min(self.opened, 10) - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 
 from cumulo.base.strict import package_csv
 from cumulo.plan.evidence.published import PublishedRow, rows
@@ -185,7 +186,8 @@ def judge(job: TrainJob, cluster: Cluster, profile: Profile, borrowed: tuple[str
 def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, ...]:
     mine = features(job, cluster, profile.software)
     near = sorted(witnesses(), key=lambda witness: distance(mine, witness.features))
-    same = [witness for witness in near if _same_kind(mine, witness.features)]
+    kind = attrgetter("software", "device", "dtype")
+    same = [witness for witness in near if kind(witness.features) == kind(mine)]
     found = [f"constants: {profile.name} ({profile.note})"]
     named = ", ".join(
         f"{witness.row.name} ({distance(mine, witness.features):.1f} doublings away, predicted "
@@ -202,10 +204,6 @@ def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, 
         else "inside the range of the published rows of its kind"
     )
     return tuple(found)
-
-
-def _same_kind(one: Features, other: Features) -> bool:
-    return (one.software, one.device, one.dtype) == (other.software, other.device, other.dtype)
 
 
 def _outside(mine: Features, theirs: list[Features]) -> str:

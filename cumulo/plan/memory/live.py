@@ -4,6 +4,7 @@ The memory ledger asks. Counts are by chunk, since chunks differ: the first embe
 layers do not always divide evenly.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cache
 
@@ -85,12 +86,8 @@ def _maximal(moments: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         moment
         for moment in sorted(moments)
-        if not any(other != moment and _covers(other, moment) for other in moments)
+        if not any(other != moment and all(map(operator.ge, other, moment)) for other in moments)
     )
-
-
-def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(more, less, strict=True))
 
 
 # Bytes a layer keeps for backward, tensor by tensor, under every recompute choice. The memory ledger asks.

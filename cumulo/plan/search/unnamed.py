@@ -2,7 +2,7 @@
 `cumulo plan train --fixed` without --software, and `cumulo plan validate --unnamed`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,11 +57,6 @@ def likely_jobs(text: str, goal: TrainGoal, without: str = "") -> tuple[LikelyJo
     return tuple(sorted(shares, key=lambda one: -one.probability))
 
 
-def mean_s(jobs: tuple[LikelyJob, ...], step_s: Callable[[LikelyJob], float]) -> float:
-    """The geometric mean of what they take."""
-    return math.exp(sum(one.probability * math.log(step_s(one)) for one in jobs))
-
-
 def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
     """Timed as the most likely software does it; the time is the mean over all that are likely, and the
     interval is that of published rows whose software was not named either."""
@@ -70,7 +65,7 @@ def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
         return timed(jobs[0].job, goal), jobs[0].fits
     plans = {one.software: timed(one.job, goal) for one in jobs}
     first = plans[jobs[0].software]
-    step_s = mean_s(jobs, lambda one: plans[one.software].estimate.step_s)
+    step_s = math.exp(sum(one.probability * math.log(plans[one.software].estimate.step_s) for one in jobs))
     half = evidence.half_width(first.job, goal.cluster, unnamed=True)
     slower, found = step_s / first.estimate.step_s, first.estimate
     named = ", ".join(f"{one.software} {one.probability:.0%}" for one in jobs[:4])

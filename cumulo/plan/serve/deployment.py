@@ -96,8 +96,10 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
     kv_s = sum(cost.parts(StepLoad(1, 1, 1, 1 << 20))) - sum(cost.parts(StepLoad(1, 1, 1)))
     busy_s = fresh * token_s * slow
     if not split:
-        drawn = output / _most_at_once(replica)
-        busy_s += slow * drawn * (token_s + _kv_share(replica) * context * kv_s / (1 << 20))
+        # A step yields all its drafts at best, and where sequences share a prefix, caches help to read it.
+        drawn = output / (1 + MOST_DRAFTED if replica.acceptance else 1)
+        kv_share = 1 / replica.profile.shared_kv_speedup if replica.prefix_cache else 1.0
+        busy_s += slow * drawn * (token_s + kv_share * context * kv_s / (1 << 20))
     step_s = slow * sum(cost.parts(StepLoad(1, 1, 1, round(prompt))))
     room = 1.0
     if slo.itl_s is not None and not split:
@@ -116,16 +118,6 @@ def _short(reason: str) -> str:
     """Of why a model does not fit, what a buyer needs."""
     loaded = "; weights are loaded before they are quantised" if "loaded before" in reason else ""
     return reason.partition(": ")[0] + loaded
-
-
-def _most_at_once(replica: Replica) -> int:
-    """Tokens of a sequence that one step can yield: with speculation, drafts as well."""
-    return 1 + MOST_DRAFTED if replica.acceptance else 1
-
-
-def _kv_share(replica: Replica) -> float:
-    """The least that reading a token's keys and values can cost: where others read them, too, caches help."""
-    return 1 / replica.profile.shared_kv_speedup if replica.prefix_cache else 1.0
 
 
 @dataclass(frozen=True, slots=True)

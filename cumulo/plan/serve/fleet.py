@@ -97,8 +97,7 @@ def _report(
         simulated_s=span_s,
         output_tok_s=sum(one.arrival.output_tokens for one in done) / max(span_s, 1e-12),
         ttft_s=Percentiles.from_values(
-            [(one.first_token_s or 0.0) - one.arrival.arrived_s + replica.front_door_s for one in done],
-            percentile=percentile,
+            [one.ttft_s + replica.front_door_s for one in done], percentile=percentile
         ),
         itl_s=Percentiles.from_values([time_s for time_s, _ in itl], [count for _, count in itl], percentile),
         cached_share=sum(one.cached_tokens for one in done) / max(1, prompts),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cumulo.base.quantities import quantity
-from cumulo.engine.simulate.run import Run, Served
+from cumulo.engine.simulate.run import Run
 from cumulo.plan.serve.step_cost import PARTS
 from cumulo.spec.slo import Slo
 
@@ -133,9 +133,9 @@ def report(
         simulated_s=span_s,
         output_tok_s=sum(one.arrival.output_tokens for one in done) / span_s,
         request_s=len(done) / span_s,
-        ttft_s=Percentiles.from_values([_ttft_s(one) + front_door_s for one in done], percentile=percentile),
+        ttft_s=Percentiles.from_values([one.ttft_s + front_door_s for one in done], percentile=percentile),
         itl_s=Percentiles.from_values(run.itl_s, run.itl_counts, percentile),
-        e2e_s=Percentiles.from_values([_stay_s(one) + front_door_s for one in done], percentile=percentile),
+        e2e_s=Percentiles.from_values([one.e2e_s + front_door_s for one in done], percentile=percentile),
         steps=run.steps,
         mean_step_s=run.device_busy_s / max(1, run.steps),
         device_busy=min(1.0, run.device_busy_s / span_s),
@@ -151,14 +151,6 @@ def report(
         drafted_tokens=run.drafted_tokens,
         accepted_tokens=run.accepted_tokens,
     )
-
-
-def _ttft_s(one: Served) -> float:
-    return (one.first_token_s or 0.0) - one.arrival.arrived_s
-
-
-def _stay_s(one: Served) -> float:
-    return (one.last_token_s or 0.0) - one.arrival.arrived_s
 
 
 def grows(began_s: Sequence[float], ended_s: Sequence[float]) -> bool:

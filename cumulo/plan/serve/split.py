@@ -53,7 +53,7 @@ def decode(
     replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile: float, slower: float = 1.0
 ) -> ServeReport:
     """One decode replica's run. Its requests' first tokens take as long as those of the prefill run, one by one."""
-    waits_s = [(one.first_token_s or 0.0) - one.arrival.arrived_s for one in prefilled.run.served]
+    waits_s = [one.ttft_s for one in prefilled.run.served]
     arrivals = landings(replica, traffic, waits_s)
     transfers_grow = grows(
         [one.first_token_s or 0.0 for one in arrivals], [one.arrived_s for one in arrivals]

@@ -86,17 +86,13 @@ def product_constants(measured: Sequence[Measurement], peak: float, bandwidth: f
 def as_yaml(profile: Profile, base_name: str, base: Profile) -> str:
     """A file that `Profiles.load` puts on top of what ships: only what differs from the base."""
     own = {
-        name: round_off(value) if isinstance(value, float) else value
+        name: float(f"{value:.3g}") if isinstance(value, float) else value
         for name, value in asdict(profile).items()
         if value != getattr(base, name)
     }
     name = f"{profile.software}-{profile.devices}-{profile.dtype}"
     content: Mapping[str, object] = {"profiles": {name: {"base": base_name, **own}}}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=116)
-
-
-def round_off(value: float) -> float:
-    return float(f"{value:.3g}")
 
 
 def constants() -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,8 @@ from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import BACKLOG
+
+log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -58,6 +61,24 @@ def uvicorn_config(
         timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
         **more,
     )
+
+
+_LAST_WORDS_S = 2.0
+
+
+async def drain(
+    server: uvicorn.Server, busy: Callable[[], int], patience_s: float, end: Callable[[], None]
+) -> None:
+    """Stop when running requests have finished, or after so long; then `end` tells those who still wait."""
+    if count := busy():
+        log.info("draining: %d requests may finish", count)
+    await wait_while(lambda: busy() > 0, patience_s)
+    if count := busy():
+        log.warning("%d requests did not finish in time and are ended", count)
+        end()
+        await wait_while(lambda: busy() > 0, _LAST_WORDS_S)
+    await asyncio.sleep(0.05)  # the last bytes of what has just finished
+    server.should_exit = True
 
 
 async def wait_while(busy: Callable[[], bool], patience_s: float) -> None:

@@ -45,7 +45,8 @@ def pod_metrics(address: str) -> dict[str, str]:
     except OSError:
         return {}  # a headless Service without a ready pod has no address
     with ThreadPoolExecutor(8) as pool:
-        texts = pool.map(lambda one: fetch(f"http://{_bracketed(one)}:{port}/metrics"), sorted(found))
+        hosts = [f"[{one}]" if ":" in one else one for one in sorted(found)]
+        texts = pool.map(lambda one: fetch(f"http://{one}:{port}/metrics"), hosts)
         return {one: text for one, text in zip(sorted(found), texts, strict=True) if text}
 
 
@@ -56,10 +57,6 @@ def fetch(url: str) -> str:
             return str(answer.read().decode())
     except (urllib.error.URLError, OSError, ValueError):
         return ""
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 class WatchedObject:

@@ -147,7 +147,7 @@ def parse_manifests(text: str, file: str) -> list[Manifest]:
     found: list[Manifest] = []
     try:
         for node in yaml.compose_all(text, _LOADER):
-            if node is not None and not _is_null(node):
+            if node is not None and node.tag != "tag:yaml.org,2002:null":
                 found += _manifests_of(node, file)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -213,7 +213,3 @@ def _scalar(node: yaml.Node) -> Any:
         maker.dispose()
     # Kubernetes has no dates: `2024-01-01` without quotes is text there.
     return made if isinstance(made, str | int | float | bool | None) else str(node.value)
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"

@@ -54,17 +54,14 @@ class AnswerReader:
             pieces += self._calls.push(part.text) if self._calls and isinstance(part, Text) else [part]
         if self._calls is not None and last:
             pieces += self._calls.finish()
-        if not self._parallel:
-            pieces = [piece for piece in pieces if not _is_further_call(piece)]
+        if not self._parallel:  # one call at most
+            calls = (ToolCallStart, ToolCallArguments)
+            pieces = [piece for piece in pieces if not (isinstance(piece, calls) and piece.index > 0)]
         self.called = self.called or any(isinstance(piece, ToolCallStart) for piece in pieces)
         return pieces
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self.called else reason
-
-
-def _is_further_call(piece: Piece) -> bool:
-    return isinstance(piece, ToolCallStart | ToolCallArguments) and piece.index > 0
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
