@@ -197,43 +197,20 @@ def _compressed_group(table: Mapping[str, Any], group: Any) -> Quantisation:
         )
     activations = group.get("input_activations")
     activations = activations if isinstance(activations, Mapping) else {}
-    return _with_scheme(
-        weights,
-        storage,
-        bits,
-        activation_bits=_whole(activations, "num_bits", "compressed-tensors") if activations else 16,
-        static_activations=bool(activations) and activations.get("dynamic") is False,
-    )
-
-
-def _with_scheme(
-    weights: Mapping[str, Any],
-    storage: StorageFormat,
-    bits: int,
-    *,
-    activation_bits: int,
-    static_activations: bool,
-) -> Quantisation:
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    group: int | None = None
-    block: tuple[int, int] | None = None
-    scheme: Scheme
-    if strategy == "group":
-        scheme, group = _grouped(_whole(weights, "group_size", "compressed-tensors"), "compressed-tensors")
-    elif strategy == "block":
-        scheme, block = "block", _block(weights.get("block_structure"))
-    elif strategy in ("channel", "tensor"):
-        scheme = "channel" if strategy == "channel" else "tensor"
-    else:
+    strategy: Any = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if strategy not in ("tensor", "channel", "group", "block"):
         raise ModelError(f"the weights share scales by {strategy!r}; known: tensor, channel, group, block")
+    scheme, size = strategy, None
+    if strategy == "group":
+        scheme, size = _grouped(_whole(weights, "group_size", "compressed-tensors"), "compressed-tensors")
     return Quantisation(
         storage,
         bits,
         scheme,
-        group,
-        block,
-        act_order=group is not None and weights.get("actorder") == "group",
+        size,
+        _block(weights.get("block_structure")) if strategy == "block" else None,
+        act_order=size is not None and weights.get("actorder") == "group",
         symmetric=weights.get("symmetric") is not False,
-        activation_bits=activation_bits,
-        static_activations=static_activations,
+        activation_bits=_whole(activations, "num_bits", "compressed-tensors") if activations else 16,
+        static_activations=bool(activations) and activations.get("dynamic") is False,
     )

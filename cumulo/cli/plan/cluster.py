@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.report import Row, grid
+from cumulo.base.strict import package_yaml
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
@@ -24,23 +25,6 @@ EXAMPLE = (
     "Example: [bold]cumulo plan cluster llama-3.1-405b --gpus 100000 --tokens 15e12 --report plan.html[/bold]"
 )
 _ASSUMED, _REPORT, _SERVING = map(Panel, ("Assumptions (default: published values)", "Report", "Inference"))
-# What the terminal shows; the report has the rest.
-_SHOWN = (
-    "job_gpus", "further_jobs", "inference_nodes", "spare_nodes", "idle_nodes", "step_s", "mfu", "training_tok_s",
-    "mttf_h", "ettr", "goodput_tok_s", "days", "cost_run", "cost_trillion", "budget_tokens", "inference_rate",
-    "inference_tok_s", "users", "inference_price", "switches", "cables", "transceivers", "checkpoint_bytes",
-    "checkpoint_storm", "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples",
-    "racks", "facility_w", "cooling_w", "energy_mwh",
-)  # fmt: skip
-# Why a figure is what it is, in the sheet's names.
-_REASONS = {
-    "job_gpus": "job_nodes", "goodput_tok_s": "ettr", "days": "goodput_tok_s", "cost_run": "charged_gpus",
-    "cost_trillion": "charged_gpus", "ettr": "mttf_h", "inference_rate": "inference_replicas",
-    "users": "think", "further_jobs": "job_nodes", "inference_nodes": "inference_replicas",
-    "checkpoint_bytes": "parameters", "storage_servers": "server_rate", "metadata_rate": "checkpoint_files",
-    "startup_s": "startup_bytes", "metric_samples": "scrape", "racks": "rack", "facility_w": "pue",
-    "switches": "cards", "storage_capacity": "kept_checkpoints", "mttf_h": "failures", "mfu": "batch",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,16 +198,10 @@ def _rows(plan: ClusterPlan) -> list[Row]:
 def _table(plan: ClusterPlan) -> Any:
     """The main figures with their ranges and what they follow from; the report has all of them with formulas."""
     sheet, lines = plan.sheet, []
-    for name in _SHOWN:
+    for name, reason in package_yaml("cumulo.plan", "data/cluster_shown.yaml").items():
         if name in sheet.figures:
             ranged = value_range(sheet, "inference_most" if name == "inference_rate" else name)
-            lines.append((sheet.figures[name].label, value(sheet.figures[name]), ranged, _source(plan, name)))
+            source = f"{sheet.figures[reason].label}: {value(sheet.figures[reason])}" if reason else ""
+            lines.append((sheet.figures[name].label, value(sheet.figures[name]), ranged, source))
     title = f"{plan.goal.model_name} on {plan.goal.cluster}"
     return grid(("", "", "90% range", "follows from"), lines, title, left=(0, 2, 3))
-
-
-def _source(plan: ClusterPlan, name: str) -> str:
-    if name not in _REASONS:
-        return ""
-    reason = plan.sheet.figures[_REASONS[name]]
-    return f"{reason.label}: {value(reason)}"

@@ -154,9 +154,8 @@ class ServiceRoute:
                 "--router",
                 self._router,
             ]
-            self._process, output = start_process(
-                [*command, "--wait-for-replica", f"{_WAIT_S:.0f}"], self._key, "gateway"
-            )
+            command += ["--wait-for-replica", f"{_WAIT_S:.0f}"]
+            self._process, output = start_process(command, self._key, "gateway")
             self._gateway = await asyncio.to_thread(wait_until, self._process, output, _listening)
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

@@ -210,18 +210,9 @@ def pipelines(
 
 
 def job_of(shape: JobShape, variant: Variant, goal: TrainGoal) -> TrainJob:
-    layout = Layout(
-        dp=shape.dp,
-        tp=shape.tp,
-        pp=shape.pp,
-        cp=shape.cp,
-        ep=shape.ep,
-        zero=variant.zero,
-        sequence_parallel=shape.sequence_parallel,
-        schedule=variant.schedule,
-        chunks_per_stage=variant.chunks_per_stage,
-    )
-    return goal.job(layout, shape.micro_batch, variant.recompute)
+    schedule, chunks, zero, recompute = variant
+    layout = Layout(*shape.mesh, zero, shape.sequence_parallel, schedule=schedule, chunks_per_stage=chunks)
+    return goal.job(layout, shape.micro_batch, recompute)
 
 
 def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
