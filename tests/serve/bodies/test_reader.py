@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from cumulo.serve.bodies import reader
 from cumulo.serve.bodies.reader import BodyReader, JsonRoute
@@ -88,9 +90,13 @@ def test_a_body_of_another_kind_is_refused() -> None:
     assert read((b'{"text": "a"}',), kind=b"application/problem+json; charset=utf-8").text == "a"
 
 
+async def _loaded(scope: Scope, body: Question) -> None:
+    """The model that a body names is there."""
+
+
 def test_a_route_gives_its_endpoint_the_body_and_errors_to_the_application() -> None:
     app, router = FastAPI(), APIRouter(route_class=JsonRoute)
-    app.state.bodies = BodyReader()
+    app.state.bodies, app.state.models = BodyReader(), SimpleNamespace(enter=_loaded)
     install(app)
 
     @router.post("/ask")
