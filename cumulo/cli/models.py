@@ -14,7 +14,6 @@ from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.files.pull import DEFAULT_HUB
 
 if TYPE_CHECKING:
-    from cumulo.base.report import Row
     from cumulo.models.files.load import ModelFiles
 
 PULL_EXAMPLE = "Example: cumulo pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"  # not bold: tests reach no hub
@@ -62,8 +61,10 @@ def list_(json_file: JsonOption = None) -> None:
     from cumulo.models.files.pulled import pulled_models
 
     found = [
-        (one.name, one.size_bytes, one.license or "not stated", _day(one.pulled_s)) for one in pulled_models()
-    ]
+        (one.name, one.size_bytes, one.license or "not stated",
+         time.strftime("%Y-%m-%d", time.localtime(one.pulled_s)))
+        for one in pulled_models()
+    ]  # fmt: skip
     try:
         found.insert(0, (BUILT_IN_NAME, built_in_model().stat().st_size, "apache-2.0", "installed"))
     except CumuloError:
@@ -71,10 +72,6 @@ def list_(json_file: JsonOption = None) -> None:
     rows = [Row(name, size, "B", note=f"license {license}; {when}") for name, size, license, when in found]
     shown = [(name, quantity(size, "B"), license, when) for name, size, license, when in found]
     present(rows, json_file, grid(("model", "size", "license", "pulled"), shown, left=(0, 2, 3)))
-
-
-def _day(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(seconds))
 
 
 def remove(
@@ -99,77 +96,59 @@ class ShowModelOptions:
 def show(chosen: ShowModelOptions) -> None:
     """Show a model: size, quantization, context, license, whether it fits, and its predicted speed here."""
     with working("reading the model's headers"):
+        from cumulo.base.report import Row
         from cumulo.engine.assembly import predict_memory
+        from cumulo.engine.memory.ledger import format_bytes
+        from cumulo.models.files.hub import BUILT_IN_NAME
         from cumulo.models.files.load import inspect_model
+        from cumulo.models.files.pulled import find_pulled
 
         files = inspect_model(chosen.model)
         config = chosen.engine.config()
-    rows = _files_rows(chosen.model, files)
+        pulled = find_pulled(chosen.model or "")
+    license_told = "apache-2.0" if chosen.model in (None, BUILT_IN_NAME) else pulled.license if pulled else ""
+    types = ", ".join(f"{count} {name}" for name, count in files.tensor_types.items())
+    stored = files.quantisation.in_words if files.quantisation is not None else types
+    rows = [
+        Row("family", files.spec.family, note=str(files.path)),
+        Row("parameters", round(files.parameters / 1e6, 1), "M"),
+        Row("size", files.weight_bytes, "B"),
+        Row("quantization", files.number_format or "none", note=stored),
+        Row("license", license_told or "not stated"),
+    ]
     try:
         memory = predict_memory(files, config)
     except OutOfMemory as error:
-        show_report(files.name, [*rows, _row("fits", False, note=str(error))], chosen.json_file)
+        show_report(files.name, [*rows, Row("fits", False, note=str(error))], chosen.json_file)
         raise typer.Exit(1) from None
     ledger = memory.ledger
-    parts = ", ".join(f"{one.name} {_size(one.predicted)}" for one in ledger.rows)
-    rows += [
-        _row("fits", True, note="with the options of cumulo serve"),
-        _row("memory", ledger.predicted_bytes, "B", note=parts),
-        _row("context", memory.max_context, "tokens", note=f"of the model's {files.spec.max_context:,}"),
-    ]  # fmt: skip
+    parts = ", ".join(f"{one.name} {format_bytes(one.predicted)}" for one in ledger.rows)
     with working("measuring this machine"):
-        rows += _speed_rows(files, ledger["weights"].predicted / files.parameters, chosen.engine.weights)
+        weight_bytes = ledger["weights"].predicted / files.parameters
+        prompt, answer, why = _speed(files, weight_bytes, chosen.engine.weights)
+    rows += [
+        Row("fits", True, note="with the options of cumulo serve"),
+        Row("memory", ledger.predicted_bytes, "B", note=parts),
+        Row("context", memory.max_context, "tokens", note=f"of the model's {files.spec.max_context:,}"),
+        Row("prompt throughput", round(prompt, 1), "tok/s", note=why),
+        Row(
+            "decode throughput, 1 sequence", round(answer, 1), "tok/s", note="cumulo bench engine measures it"
+        ),
+    ]
     show_report(files.name, rows, chosen.json_file)
 
 
-def _row(name: str, value: float | str | bool, unit: str = "", note: str = "") -> "Row":
-    from cumulo.base.report import Row
-
-    return Row(name, value, unit, note=note)
-
-
-def _size(count: float) -> str:
-    from cumulo.engine.memory.ledger import format_bytes
-
-    return format_bytes(count)
-
-
-def _files_rows(model: str | None, files: "ModelFiles") -> list["Row"]:
-    from cumulo.models.files.hub import BUILT_IN_NAME
-    from cumulo.models.files.pulled import find_pulled
-
-    pulled = find_pulled(model) if model else None
-    license_told = (
-        "apache-2.0" if model in (None, BUILT_IN_NAME) else pulled.license if pulled is not None else ""
-    )
-    types = ", ".join(f"{count} {name}" for name, count in files.tensor_types.items())
-    stored = files.quantisation.in_words if files.quantisation is not None else types
-    return [
-        _row("family", files.spec.family, note=str(files.path)),
-        _row("parameters", round(files.parameters / 1e6, 1), "M"),
-        _row("size", files.weight_bytes, "B"),
-        _row("quantization", files.number_format or "none", note=stored),
-        _row("license", license_told or "not stated"),
-    ]
-
-
-def _speed_rows(files: "ModelFiles", bytes_per_weight: float, weights: str | None) -> list["Row"]:
-    """Predicted, for one request at a time."""
+def _speed(files: "ModelFiles", weight_bytes: float, weights: str | None) -> tuple[float, float, str]:
+    """Predicted tokens per second of a prompt and of an answer, for one request at a time."""
     from cumulo.bench.device_timer import device_here
     from cumulo.plan.serve.profile import confidence_of
     from cumulo.plan.serve.step_cost import alone_tok_s
 
     device = device_here()
-    on_cpu = device.generation == "cpu"
-    measured = ("q4_1" if files.quantised_parameters else "float32") if on_cpu else (
-        {"fp8": "float8", "int4": "int4"}.get(weights or "", "bfloat16")
-    )  # fmt: skip
-    prompt, answer = alone_tok_s(files.spec, device, measured, bytes_per_weight)
-    told = confidence_of(device, 1, True)
-    why = f"predicted for {device.name}, to within a factor of {told.slowest:.1f}"
-    return [
-        _row("prompt throughput", round(prompt, 1), "tok/s", note=why),
-        _row(
-            "decode throughput, 1 sequence", round(answer, 1), "tok/s", note="cumulo bench engine measures it"
-        ),
-    ]
+    if device.generation == "cpu":
+        measured = "q4_1" if files.quantised_parameters else "float32"
+    else:
+        measured = {"fp8": "float8", "int4": "int4"}.get(weights or "", "bfloat16")
+    slowest = confidence_of(device, 1, True).slowest
+    why = f"predicted for {device.name}, to within a factor of {slowest:.1f}"
+    return *alone_tok_s(files.spec, device, measured, weight_bytes), why

@@ -34,28 +34,25 @@ def as_messages(row: Any) -> list[dict[str, str]]:
         fields = ", ".join(map(str, row)) or "none"
         raise ValueError(f"a conversation has the fields {FORMS}; the fields here are {fields}")
     if "messages" in row or "conversations" in row:
-        turns = row["messages"] if "messages" in row else row["conversations"]
-        messages = _checked(turns, "messages" if "messages" in row else "conversations")
+        name = "messages" if "messages" in row else "conversations"
+        messages = _checked(row[name], "", name)
     elif "prompt" in row and "completion" in row:
-        messages = _side(row["prompt"], "user", "prompt") + _side(
-            row["completion"], "assistant", "completion"
-        )
+        messages = _checked(row["prompt"], "user", "prompt")
+        messages += _checked(row["completion"], "assistant", "completion")
     else:
         asked = _text(row["instruction"], "instruction")
         if row.get("input"):
             asked = f"{asked}\n\n{_text(row['input'], 'input')}"
-        messages = [_message("user", asked), _message("assistant", _text(row["output"], "output"))]
+        messages = _checked(asked, "user", "") + _checked(_text(row["output"], "output"), "assistant", "")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("the conversation has no answer of an assistant to learn from")
     return messages
 
 
-def _side(content: Any, role: str, name: str) -> list[dict[str, str]]:
-    """A prompt or a completion: a text, or messages as TRL writes them."""
-    return [_message(role, content)] if isinstance(content, str) else _checked(content, name)
-
-
-def _checked(turns: Any, name: str) -> list[dict[str, str]]:
+def _checked(turns: Any, role_of_text: str, name: str) -> list[dict[str, str]]:
+    """Messages in a list, or one that is a text, where a text has a role here."""
+    if isinstance(turns, str) and role_of_text:
+        return [{"role": role_of_text, "content": turns}]
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError(f"{name} must be a list of messages")
     messages = []
@@ -66,7 +63,7 @@ def _checked(turns: Any, name: str) -> list[dict[str, str]]:
         content = turn.get("content", turn.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"message {number} of {name} needs a role and a content, both text")
-        messages.append(_message(ROLES.get(role, role), content))
+        messages.append({"role": ROLES.get(role, role), "content": content})
     return messages
 
 
@@ -74,7 +71,3 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {type(value).__name__}")
     return value
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}

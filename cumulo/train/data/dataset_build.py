@@ -4,7 +4,9 @@ Processes tokenise shards; a shard is done when its files carry their final name
 where it was. The finished folder appears by one rename: it is whole or absent.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,9 @@ from cumulo.errors import ConfigError, TrainingError
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.train.data.conversations import as_messages
 
-# Documents out of files: text, JSON, JSONL, Parquet, folders of these, the Python library.
-#
-# Files are cut into pieces (a text file, a range of a JSONL file's bytes, a row group of a Parquet file) which
-# can be read independently, so that processes share the work and an interrupted build goes on where it was.
+# Documents come out of text, JSON, JSONL and Parquet files, folders of these, or the Python library. Files are cut
+# into pieces (a text file, a range of a JSONL file's bytes, a row group of a Parquet file) which can be read
+# independently, so that processes share the work and an interrupted build goes on where it was.
 
 STANDARD_LIBRARY = "python-stdlib"
 PIECE_BYTES = 8 << 20
@@ -144,12 +146,12 @@ def _place(path: Path, at: int) -> str:
 
 
 def _text_of(row: Any, field: str) -> str:
-    if not isinstance(row, dict) or field not in row:
-        found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"a row needs a field {field!r} (data.text_field); this one has: {found}")
-    if not isinstance(row[field], str):
+    if isinstance(row, dict) and isinstance(text := row.get(field), str):
+        return text
+    found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+    if isinstance(row, dict) and field in row:
         raise ValueError(f"{field!r} must be text, got {type(row[field]).__name__}")
-    return str(row[field])
+    raise ValueError(f"a row needs a field {field!r} (data.text_field); this one has: {found}")
 
 
 def read_rows(piece: TextPiece) -> Iterator[tuple[int, Any]]:
@@ -269,25 +271,20 @@ def _fingerprint(files: Sequence[Path], task: BuildTask, tokenizer: Tokenizer) -
 def _run(
     task: BuildTask,
     work: Path,
-    shards: Sequence[list[TextPiece]],
-    missing: Sequence[int],
+    shards: list[list[TextPiece]],
+    missing: list[int],
     workers: int,
     progress: Progress,
 ) -> None:
-    done = len(shards) - len(missing)
-    progress("tokenising", done, len(shards))
-    if workers == 1 or len(missing) < 2:
-        for index in missing:
-            tokenise_shard(task, work, index, shards[index])
-            done += 1
-            progress("tokenising", done, len(shards))
-        return
-    # Fresh interpreters: a fork of a process that has used torch's threads may hang.
-    with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn")) as pool:
-        futures = [pool.submit(tokenise_shard, task, work, index, shards[index]) for index in missing]
-        for future in futures:
-            future.result()
-            done += 1
+    with contextlib.ExitStack() as stack:
+        run: Any = map
+        if workers > 1 and len(missing) > 1:
+            # Fresh interpreters: a fork of a process that has used torch's threads may hang.
+            pool = ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"))
+            run = stack.enter_context(pool).map
+        work_on = partial(tokenise_shard, task, work)
+        ended = run(work_on, missing, [shards[index] for index in missing])
+        for done, _ in enumerate(itertools.chain([None], ended), len(shards) - len(missing)):
             progress("tokenising", done, len(shards))
 
 
@@ -306,12 +303,9 @@ def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Tex
                 ids = [*tokenizer.encode(document), task.end_id] if document else []
             tokens.append(np.array(ids, dtype=task.dtype))
     lengths = np.array([len(part) for part in tokens], dtype=np.int64)
-    _write(work / f"{index:06d}.tokens.npy", np.concatenate(tokens) if tokens else np.zeros(0, task.dtype))
+    _write(work / f"{index:06d}.tokens.npy", np.concatenate([np.zeros(0, task.dtype), *tokens]))
     if task.chat:
-        _write(
-            work / f"{index:06d}.learnt.npy",
-            np.concatenate(loss_mask) if loss_mask else np.zeros(0, np.uint8),
-        )
+        _write(work / f"{index:06d}.learnt.npy", np.concatenate([np.zeros(0, np.uint8), *loss_mask]))
     _write(work / f"{index:06d}.lengths.npy", lengths)  # last: its presence says that the shard is done
 
 
@@ -359,8 +353,7 @@ def cut_long(lengths: np.ndarray) -> np.ndarray:
 
 def _join(work: Path, shards: int, task: BuildTask, print_of_it: str) -> None:
     """All shards into one file each; empty documents are left out of the index."""
-    kinds = ["tokens", "learnt"] if task.chat else ["tokens"]
-    for kind in kinds:
+    for kind in ["tokens", "learnt"] if task.chat else ["tokens"]:
         with (work / f"{kind}.bin").open("wb") as stream:
             for index in range(shards):
                 stream.write(np.load(work / f"{index:06d}.{kind}.npy").data)
@@ -372,12 +365,8 @@ def _join(work: Path, shards: int, task: BuildTask, print_of_it: str) -> None:
         raise TrainingError("the sources contain no text at all; name others in data.sources")
     ends = np.concatenate(([0], np.cumsum(counts[counts > 0] if task.chat else cut_long(counts))))
     _write(work / "documents.npy", ends)
-    facts = {
-        "fingerprint": print_of_it,
-        "dtype": task.dtype,
-        "tokens": int(ends[-1]),
-        "documents": len(ends) - 1,
-    }
-    (work / "dataset.json").write_text(json.dumps(facts | {"chat": task.chat}, indent=2) + "\n", "utf-8")
+    facts = {"fingerprint": print_of_it, "dtype": task.dtype, "tokens": int(ends[-1]), "documents": len(ends) - 1,
+             "chat": task.chat}  # fmt: skip
+    (work / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
     for path in [*work.glob("??????.*.npy"), work / "fingerprint"]:
         path.unlink()

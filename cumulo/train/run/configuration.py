@@ -1,6 +1,7 @@
 """The configuration a run starts with: a file's, an earlier run's, the built-in one, or one for a user's own texts
 or conversations. `cumulo train` asks."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -61,63 +62,38 @@ def own_data_config(
     files = find_files([str(path) for path in paths])
     kind, text_field = _kind_of_rows(files)
     size = sum(file.stat().st_size for file in files)
-    config = builtin_config(
-        folder or free_folder(f"runs/{re.sub(r'[^A-Za-z0-9._-]+', '-', paths[0].resolve().stem)}")
-    )
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", paths[0].resolve().stem)
+    config = builtin_config(folder or free_folder(f"runs/{name}"))
     if kind == "chat" or model is not None:
         config = replace(
-            config,
-            batch_sequences=4,
-            micro_batch=4,
-            model=ModelConfig(start_from=model or "built-in"),
-            lora=LoraConfig(),
-            optimizer=OptimizerConfig(kind="adamw", learning_rate=5e-4, weight_decay=0.0),
-        )
-    data = DataConfig(
-        sources=tuple(map(str, paths)),
-        format=kind,
-        text_field=text_field,
-        sequence_length=256,
-        tokenizer=config.data.tokenizer,
-    )
+            config, batch_sequences=4, micro_batch=4, model=ModelConfig(start_from=model or "built-in"),
+            lora=LoraConfig(), optimizer=OptimizerConfig(kind="adamw", learning_rate=5e-4, weight_decay=0.0),
+        )  # fmt: skip
+    data = replace(config.data, sources=tuple(map(str, paths)), format=kind, text_field=text_field)
     batch_tokens = config.batch_sequences * data.sequence_length
     one_pass = max(1, round(size / BYTES_PER_TOKEN[kind] / batch_tokens))
     usual = config.steps if kind == "text" else LEAST_STEPS
     steps = min(max(one_pass, min(usual, MOST_PASSES[kind] * one_pass), LEAST_STEPS), MOST_STEPS)
-    tell(
-        f"{size:,} bytes of {'conversations' if kind == 'chat' else 'text'} in {len(files)} "
-        f"file{'s' if len(files) > 1 else ''}: {steps:,} steps of {batch_tokens:,} tokens read "
-        + (
-            f"{steps / one_pass:.0%} of it; --steps {one_pass} reads all"
-            if steps < one_pass
-            else f"it about {steps / one_pass:.2g} times"
-        )
-    )
-    return replace(
-        config,
-        steps=steps,
-        data=data,
-        schedule=ScheduleConfig(
-            kind="wsd", warmup_steps=max(1, min(20, steps // 10)), decay_share=0.4, final_share=0.0
-        ),
-    )
+    what = "conversations" if kind == "chat" else "text"
+    where = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    read = f"it about {steps / one_pass:.2g} times"
+    if steps < one_pass:
+        read = f"{steps / one_pass:.0%} of it; --steps {one_pass} reads all"
+    tell(f"{size:,} bytes of {what} in {where}: {steps:,} steps of {batch_tokens:,} tokens read {read}")
+    schedule = replace(config.schedule, warmup_steps=max(1, min(20, steps // 10)))
+    return replace(config, steps=steps, data=data, schedule=schedule)
 
 
 def _kind_of_rows(files: Sequence[Path]) -> tuple[Literal["text", "chat"], str]:
     """Whether files contain texts or conversations, and the field of a row with its text."""
-    kinds: dict[str, Path] = {}
+    kinds: dict[Literal["text", "chat"], Path] = {}
     field = "text"
     for file in files:
-        row = (
-            next((row for piece in pieces_of([file])[:1] for _, row in read_rows(piece)), None)
-            if file.suffix in ROWS
-            else None
-        )
-        if row is None or not is_conversation(row):
-            kinds["text"] = file
-        else:
-            kinds["chat"] = file
-        if isinstance(row, dict) and not is_conversation(row) and field not in row:
+        rows = (row for piece in pieces_of([file])[:1] for _, row in read_rows(piece))
+        row = next(rows, None) if file.suffix in ROWS else None
+        kind: Literal["text", "chat"] = "chat" if is_conversation(row) else "text"
+        kinds[kind] = file
+        if isinstance(row, dict) and kind == "text" and field not in row:
             texts = [name for name, value in row.items() if isinstance(value, str)]
             if len(texts) != 1:
                 raise ConfigError(
@@ -129,16 +105,13 @@ def _kind_of_rows(files: Sequence[Path]) -> tuple[Literal["text", "chat"], str]:
         raise ConfigError(
             f"{kinds['chat']} contains conversations and {kinds['text']} texts: train on one kind at a time"
         )
-    return ("chat" if "chat" in kinds else "text"), field
+    return next(iter(kinds)), field
 
 
 def free_folder(name: str = "runs/python") -> str:
     """`name`, or with a number where earlier runs are."""
-    folder, number = Path(name), 1
-    while folder.exists():
-        number += 1
-        folder = Path(f"{name}-{number}")
-    return str(folder)
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(one for one in names if not Path(one).exists())
 
 
 def configuration(
