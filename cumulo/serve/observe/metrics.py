@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
+from cumulo.base.strict import package_yaml
 from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats, TierStats
 from cumulo.serve.observe.stories import Record
 from cumulo.spec.slo import kept_itl_s
@@ -18,82 +19,14 @@ from cumulo.spec.slo import kept_itl_s
 MOST_TENANTS = 100  # that have a series of their own
 OTHER_TENANTS = "(others)"
 _LABELS = ("model_name", "engine")
-# Buckets, as vLLM has them.
-_FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-_BETWEEN_TOKENS_S = (
-    0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
-)  # fmt: skip
-_WHOLE_REQUEST_S = (
-    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
-)  # fmt: skip
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-
+_KINDS: dict[str, type[Any]] = {"counters": Counter, "gauges": Gauge, "histograms": Histogram, "now": Gauge}
 # What the engine said last: read when somebody asks.
-_OF_NOW: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
-    ("num_requests_running", "Number of sequences that the engine is computing.", lambda now: now.running),
-    ("num_requests_waiting", "Number of sequences that wait to be admitted.", lambda now: now.waiting),
-    ("kv_cache_usage_perc", "Share of the KV blocks that are in use, from 0 to 1.",
-     lambda now: now.blocks_used / now.blocks_total),
-    ("prefix_cache_blocks", "Number of KV blocks in the prefix cache.", lambda now: now.blocks_cached),
-)  # fmt: skip
-# name, help, and the labels that it has beside the model's and the engine's
-_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("prefix_cache_queries", "Number of prompt tokens that were looked up in the prefix cache.", ()),
-    ("prefix_cache_hits", "Number of prompt tokens that were found in the prefix cache.", ()),
-    ("num_preemptions", "Number of times a sequence was preempted.", ()),
-    ("prompt_tokens", "Number of prompt tokens of requests that have ended.", ()),
-    ("generation_tokens", "Number of tokens that were generated.", ()),
-    ("request_success", "Number of requests that have ended, by reason.", ("finished_reason",)),
-    ("spec_decode_num_draft_tokens", "Number of tokens drafted by speculation.", ()),
-    ("spec_decode_num_accepted_tokens", "Number of drafted tokens that were accepted.", ()),
-    # what vLLM does not have
-    ("preemptions_by_reason", "Number of preemptions, by what needed the KV blocks.", ("reason",)),
-    ("recomputed_tokens", "Number of tokens that were computed again after preemptions.", ()),
-    ("wait_seconds", "Seconds that requests waited, by what they waited for.", ("reason",)),
-    ("tenant_tokens", "Number of prompt tokens computed and output tokens drawn, by API key.", ("tenant", "kind")),
-    ("slo_requests", "Number of requests with an SLO that was kept, missed or refused.", ("outcome",)),
-    ("lora_requests", "Number of calls that were answered with an adapter, by its name.", ("adapter",)),
-    ("kv_tier_hits", "Number of prompt tokens found in a KV tier beyond the device.", ("tier",)),
-    ("kv_tier_moved_blocks", "Number of KV blocks moved between tiers, by direction.", ("way",)),
-    ("requests_moved", "Number of requests that another replica has taken over.", ()),
-    ("batch_requests", "Number of requests of batches that have ended, by outcome.", ("outcome",)),
-    ("http_responses", "Number of HTTP responses, by status.", ("status",)),
-    ("connections_refused", "Number of requests refused and connections closed, by reason.", ("reason",)),
-)  # fmt: skip
-_GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("fairness_index", "Jain's fairness index of the last minute's service to API keys; 1 is even.", ()),
-    ("ledger_predicted_over_measured", "Planned memory over measured memory, by component.", ("component",)),
-    ("lora_adapters", "Number of adapters that requests can name.", ()),
-    ("kv_tier_blocks", "Number of KV blocks that a tier holds.", ("tier",)),
-    ("kv_disk_bytes", "Bytes of the files in the folder of --kv-disk.", ()),
-    ("batches", "Number of batches, by status.", ("status",)),
-    ("connections", "Number of open connections, WebSockets of the console included.", ()),
-    ("log_lines_lost", "Number of log lines that standard error did not take.", ()),
-    ("engine_restarts", "Number of times the engine process was replaced.", ()),
-    ("engine_up", "Whether the engine process is ready (1) or not (0).", ()),
-)  # fmt: skip
-# name, help, buckets
-_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    ("iteration_tokens_total", "Number of tokens that a step computes.", _TOKENS),
-    ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),
-    ("inter_token_latency_seconds", "Time between two tokens of a streamed answer.", _BETWEEN_TOKENS_S),
-    ("request_time_per_output_token_seconds", "Mean time per output token of a request.", _BETWEEN_TOKENS_S),
-    ("e2e_request_latency_seconds", "Time from a request's arrival to its end.", _WHOLE_REQUEST_S),
-    ("request_queue_time_seconds", "Time that a request waits to be admitted.", _WHOLE_REQUEST_S),
-    ("request_inference_time_seconds", "Time from a request's admission to its end.", _WHOLE_REQUEST_S),
-    ("request_inter_token_latency_seconds",
-     "Latency within which 99% of the streamed tokens of a request came after the one before.", _BETWEEN_TOKENS_S),
-    ("request_prefill_time_seconds", "Time from a request's admission to its first token.", _WHOLE_REQUEST_S),
-    ("request_decode_time_seconds", "Time from a request's first token to its end.", _WHOLE_REQUEST_S),
-    ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-    ("request_generation_tokens", "Output tokens of a request.", _TOKENS),
-    ("request_params_n", "Number of answers that a request asks for.", (1, 2, 5, 10, 20)),
-    ("route_ttft_predicted_over_measured", "The TTFT that the router expected, over the measured one.", _RATIOS),
-    ("step_duration_seconds", "Time that the runner takes for a step.", _BETWEEN_TOKENS_S),
-)  # fmt: skip
+_OF_NOW: dict[str, Callable[[Stats], float]] = {
+    "num_requests_running": lambda now: now.running,
+    "num_requests_waiting": lambda now: now.waiting,
+    "kv_cache_usage_perc": lambda now: now.blocks_used / now.blocks_total,
+    "prefix_cache_blocks": lambda now: now.blocks_cached,
+}
 
 
 class Metrics:
@@ -104,10 +37,10 @@ class Metrics:
         self._metrics: dict[str, Any] = beside._metrics if beside is not None else _registered(self.registry)
         # Names with a series of their own: what others see instead.
         self._tenants: dict[str, str] = beside._tenants if beside is not None else {}
-        plain = [name for name, _, labels in (*_COUNTERS, *_GAUGES) if not labels]
-        for name in (*plain, *(name for name, *_ in _HISTOGRAMS)):
-            self.series(name)  # it is shown before it has counted anything
-        for name, _, read in _OF_NOW:
+        for name, _, one in _table():
+            if "labels" not in one:
+                self.series(name)  # it is shown before it has counted anything
+        for name, read in _OF_NOW.items():
             self.series(name).set_function(partial(self._of_now, read))
         self._now: Stats | None = None
         self.series("fairness_index").set(1)
@@ -242,16 +175,21 @@ class Metrics:
         return generate_latest(_Unnamed(self.registry, self._tenants, with_names, with_adapters))
 
 
+def _table() -> Iterator[tuple[str, type[Any], dict[str, Any]]]:
+    """The metrics of metrics.yaml: name, kind, and what is said of each."""
+    content = package_yaml("cumulo.serve.observe", "metrics.yaml")
+    return ((name, kind, one) for section, kind in _KINDS.items() for name, one in content[section].items())
+
+
 def _registered(registry: CollectorRegistry) -> dict[str, Any]:
     """The metrics by name."""
     found: dict[str, Any] = {}
-    for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
-        for name, text, labels in table:
-            found[name] = kind(f"cumulo:{name}", text, (*_LABELS, *labels), registry=registry)
-    for name, text, buckets in _HISTOGRAMS:
-        found[name] = Histogram(f"cumulo:{name}", text, _LABELS, registry=registry, buckets=buckets)
-    for name, text, _ in _OF_NOW:
-        found[name] = Gauge(f"cumulo:{name}", text, _LABELS, registry=registry)
+    for name, kind, one in _table():
+        labels, buckets = (
+            (*_LABELS, *one.get("labels", ())),
+            {key: one[key] for key in ("buckets",) if key in one},
+        )
+        found[name] = kind(f"cumulo:{name}", one["help"], labels, registry=registry, **buckets)
     return found
 
 
