@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.distribution import Ints
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
 from cumulo.models.heads.eagle import EagleHead, Likeliest, StreamTap, likeliest_of
 from cumulo.models.play.fused_eagle import MOST_OF_ONE, FusedEagle
@@ -118,10 +118,10 @@ class Drafter:
 
     def _continue(
         self,
-        draws: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        counts: NDArray[np.int64],
+        draws: Ints,
+        slots: Ints,
+        ends: Ints,
+        counts: Ints,
         hidden: Tensor,
         likeliest: Likeliest,
         table: SlotTable,
@@ -152,7 +152,7 @@ class Drafter:
             hidden, likeliest = self.model.follow(behind, self.cache, kept)
         return proposed, chances
 
-    def _batch(self, rows: StepRows, wanted: NDArray[np.int64], table: SlotTable) -> ForwardBatch:
+    def _batch(self, rows: StepRows, wanted: Ints, table: SlotTable) -> ForwardBatch:
         batch = table.forward_batch(rows, wanted)
         batch.adapters = None  # of the model that is served
         if self.model.shift:

@@ -16,6 +16,7 @@ from cumulo.engine.decide.params import Guide
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import GuidedSlots
 from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.distribution import Ints
 from cumulo.engine.sampling.sampler import TokenMasks
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.rank_links import RankLinks
@@ -23,7 +24,6 @@ from cumulo.models.play.rank_links import RankLinks
 if TYPE_CHECKING:  # it needs Triton
     from cumulo.models.play.cuda_stage import FarStage, RankStage
 
-Ints = NDArray[np.int64]
 _MOST_EXPECTED = (
     8  # steps whose tokens lie with the first stage: fewer than there is room for (cuda_stage.py)
 )

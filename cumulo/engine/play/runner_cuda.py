@@ -37,6 +37,7 @@ from cumulo.engine.play.rank_play import DeviceRank, OwnRows
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import draft_places, draws_of, round_draws, write_drafts
+from cumulo.engine.sampling.distribution import Ints
 from cumulo.engine.sampling.sampler import draw
 from cumulo.kernels.cuda.captured import compiling_ahead
 from cumulo.kernels.low_rank import AdapterRows, group_rows
@@ -310,13 +311,7 @@ class CudaRunner:
             shape, plan.slots[:], self.owners[plan.slots], plan.rounds_ahead, turn
         )
 
-    def _draw_on_host(
-        self,
-        draws: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        pending: CudaStep,
-    ) -> None:
+    def _draw_on_host(self, draws: Ints, slots: Ints, positions: Ints, pending: CudaStep) -> None:
         """Draw these again with everything their parameters ask for; what the device drew is replaced."""
         self._settle()  # penalties and guides look at the tokens so far
         logits = self.model.whole_logits(len(slots))[torch.from_numpy(draws).to(self.device)]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.base.machine import PeakMemory
@@ -23,6 +22,7 @@ from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
+from cumulo.engine.sampling.distribution import Ints
 from cumulo.engine.sampling.sampler import draw
 from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
@@ -225,7 +225,7 @@ class TorchRunner:
         finally:
             self.cache.on_layer = None
 
-    def _forward(self, rows: StepRows, wanted: NDArray[np.int64]) -> Tensor:
+    def _forward(self, rows: StepRows, wanted: Ints) -> Tensor:
         """Hidden states of the wanted tokens; of a pipeline's last stage only."""
         own = None if self.rank is None else self.rank.split.own_rows(rows, wanted)
         if own is None:
@@ -237,12 +237,7 @@ class TorchRunner:
         return self.rank.all_hidden(own, output) if self.rank.part.last else output
 
     def _draw(
-        self,
-        plan: StepPlan,
-        draws: StepDraws,
-        hidden: Tensor,
-        logit_rows: NDArray[np.int64],
-        result: StepResult,
+        self, plan: StepPlan, draws: StepDraws, hidden: Tensor, logit_rows: Ints, result: StepResult
     ) -> None:
         logits = self.model.logits(hidden)
         batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, logits.shape[-1])
@@ -256,7 +251,7 @@ class TorchRunner:
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
 
-    def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:
+    def _prompt_positions(self, rows: StepRows, row: int) -> Ints:
         """Offsets into the row of the tokens whose successor is a prompt token."""
         prompt_length = int(self.table.prompt_lengths[rows.slots[row]])
         return np.arange(max(0, min(int(rows.counts[row]), prompt_length - 1 - int(rows.starts[row]))))

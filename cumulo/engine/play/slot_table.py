@@ -15,7 +15,7 @@ from cumulo.engine.decide.beams import candidates_per_beam
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
-from cumulo.engine.sampling.distribution import seed_bits
+from cumulo.engine.sampling.distribution import Ints, seed_bits
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenPairs, token_logprobs
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch
@@ -29,19 +29,17 @@ _COLDEST = 1e-30
 class StepRows:
     """A plan's row columns as arrays, and where each row's tokens begin among the step's tokens."""
 
-    slots: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    query_starts: NDArray[np.int64]  # [rows + 1]
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    query_starts: Ints  # [rows + 1]
 
     @staticmethod
-    def from_columns(
-        slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> "StepRows":
+    def from_columns(slots: Ints, starts: Ints, counts: Ints) -> "StepRows":
         return StepRows(slots, starts, counts, np.concatenate(([0], np.cumsum(counts))))
 
     @property
-    def ends(self) -> NDArray[np.int64]:
+    def ends(self) -> Ints:
         return self.starts + self.counts
 
 
@@ -97,9 +95,7 @@ class SlotTable:
         for slot, index, block in plan.replace:
             self.tables[slot, index] = block
 
-    def write_drawn(
-        self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> None:
+    def write_drawn(self, slots: Ints, positions: Ints, tokens: Ints) -> None:
         self.tokens[slots, positions] = tokens
         self.lengths[slots] = positions + 1
 
@@ -157,7 +153,7 @@ class SlotTable:
         return rows
 
     def forward_batch(
-        self, rows: StepRows, logit_rows: NDArray[np.int64], device: torch.device | str = "cpu"
+        self, rows: StepRows, logit_rows: Ints, device: torch.device | str = "cpu"
     ) -> ForwardBatch:
         """The decoder's input for all rows of a step, without a loop over them."""
         ends = rows.ends
@@ -188,7 +184,7 @@ class SlotTable:
         )
 
     def adapter_rows(
-        self, rows: StepRows, logit_rows: NDArray[np.int64], device: torch.device | str
+        self, rows: StepRows, logit_rows: Ints, device: torch.device | str
     ) -> AdapterRows | None:
         """The step's rows by adapter, grouped once for all matrices; None: no row has one."""
         held = self.adapters[rows.slots]
@@ -197,13 +193,7 @@ class SlotTable:
         of_token = np.repeat(held, rows.counts)
         return AdapterRows(group_rows(of_token, device), group_rows(of_token[logit_rows], device))
 
-    def draw_batch(
-        self,
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        logit_rows: NDArray[np.int64],
-        vocabulary: int,
-    ) -> DrawBatch:
+    def draw_batch(self, slots: Ints, positions: Ints, logit_rows: Ints, vocabulary: int) -> DrawBatch:
         """The sampler's input for draws into `slots` at `positions`."""
         columns = self.columns[slots]
         short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
@@ -227,12 +217,7 @@ class SlotTable:
         return batch
 
     def _edits(
-        self,
-        draws: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        short: NDArray[np.bool_],
-        vocabulary: int,
+        self, draws: Ints, slots: Ints, positions: Ints, short: NDArray[np.bool_], vocabulary: int
     ) -> LogitEdits:
         """Which single logits change. Penalties are read off the tokens themselves, so there is no second
         record of them that a forked or resumed sequence could leave stale.

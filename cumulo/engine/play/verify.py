@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.distribution import Ints
 from cumulo.engine.sampling.sampler import Drawn
 
 
@@ -18,10 +19,10 @@ from cumulo.engine.sampling.sampler import Drawn
 class StepDraws:
     """Every place a step draws a token for: with drafts several in a row, one after the other."""
 
-    slots: NDArray[np.int64]
-    positions: NDArray[np.int64]  # of the drawn tokens
-    token_rows: NDArray[np.int64]  # among the step's tokens, whose logits they are drawn from
-    firsts: NDArray[np.int64]  # by the plan's draw, the first of its places
+    slots: Ints
+    positions: Ints  # of the drawn tokens
+    token_rows: Ints  # among the step's tokens, whose logits they are drawn from
+    firsts: Ints  # by the plan's draw, the first of its places
 
 
 def write_drafts(plan: StepPlan, table: SlotTable) -> None:

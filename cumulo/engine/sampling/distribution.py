@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
 # SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"): the increment is
 # 2^64 / golden ratio, the multipliers of the finaliser are Stafford's variant 13.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -36,9 +39,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def uniform(
-    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def uniform(seeds: NDArray[np.uint64], sample_indices: Ints, positions: Ints) -> Floats:
     """One number in [0, 1) per element: three chained rounds, one for each coordinate.
 
     h = mix(seed + g); h = mix(h + (sample + 1) g); h = mix(h + (position + 1) g), all modulo 2^64; the upper
@@ -50,7 +51,7 @@ def uniform(
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _whole(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _whole(values: Ints | NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The number as an array even for one element: numpy wraps arrays silently around 2^64 and warns about
     scalars."""
     return np.atleast_1d(np.asarray(values)).astype(np.uint64)
@@ -66,18 +67,16 @@ ROUNDING = 1e-5
 class Candidates:
     """Tokens of several rows as flat columns, row by row, in token order within a row."""
 
-    rows: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    weights: NDArray[np.float64]  # exp((logit - peak) / temperature): the most likely token weighs 1
+    rows: Ints
+    tokens: Ints
+    weights: Floats  # exp((logit - peak) / temperature): the most likely token weighs 1
 
 
 # Rows and tokens that include every one a cut could keep, and of a top-p over all tokens, each row's total weight.
-Found = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
+Found = tuple[Ints, Ints, Floats | None]
 
 
-def pick_tokens(
-    logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void], numbers: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def pick_tokens(logits: Tensor, peaks: Floats, columns: NDArray[np.void], numbers: Floats) -> Ints:
     """One token per row. Rows are grouped by which cuts they have; a row's group depends on itself only."""
     vocabulary = logits.shape[-1]
     top_k = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
@@ -98,7 +97,7 @@ def pick_tokens(
 
 
 # -- picking ----------------------------------------------------------------------------------------------
-def _pick(candidates: Candidates, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+def _pick(candidates: Candidates, numbers: Floats) -> Ints:
     """Invert each row's cumulative distribution. In token order, so that rounding can move the border between
     two tokens but never swap them.
     """
@@ -110,11 +109,11 @@ def _pick(candidates: Candidates, numbers: NDArray[np.float64]) -> NDArray[np.in
     not_above = np.bincount(rows, weights=cumulative <= (numbers * totals)[rows], minlength=len(numbers))
     # Rounding can put the target on the total: then the last candidate, which all have weight.
     chosen = np.minimum(not_above.astype(np.int64), sizes - 1)
-    picked: NDArray[np.int64] = candidates.tokens[ends - sizes + chosen]
+    picked: Ints = candidates.tokens[ends - sizes + chosen]
     return picked
 
 
-def pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+def pick_from_all(weights: Tensor, numbers: Floats) -> Ints:
     """The same over the whole vocabulary: first the block, then the token in it."""
     vocabulary = weights.shape[-1]
     cumulative = np.cumsum(block_sums(weights), axis=1)
@@ -128,16 +127,16 @@ def pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.i
     return block * _BLOCK + _first_above(np.cumsum(chosen, axis=1), targets - before)
 
 
-def _first_above(cumulative: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.int64]:
+def _first_above(cumulative: Floats, targets: Floats) -> Ints:
     """Per row the first index whose cumulative weight is above the target; never an element of weight 0."""
     index = (cumulative <= targets[:, None]).sum(axis=1)
     # Rounding can put the target on the total: then the last element with weight, where the total is reached.
     last = (cumulative < cumulative[:, -1:]).sum(axis=1)
-    first: NDArray[np.int64] = np.minimum(index, last)
+    first: Ints = np.minimum(index, last)
     return first
 
 
-def _running_sums(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _running_sums(values: Floats, sizes: Ints) -> Floats:
     """Cumulative sums that begin anew in every row. One long sum less each row's beginning would be shorter,
     but would round differently with other rows before it.
     """
@@ -148,7 +147,7 @@ def _running_sums(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDAr
 # -- cuts -------------------------------------------------------------------------------------------------
 def _cut(
     logits: Tensor,
-    peaks: NDArray[np.float64],
+    peaks: Floats,
     columns: NDArray[np.void],
     found: Found,
 ) -> Candidates:
@@ -174,16 +173,16 @@ def _cut(
     return Candidates(rows[chosen], tokens[chosen], weights[chosen])
 
 
-def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+def _by_top_k(logits: Tensor, peaks: Floats, columns: NDArray[np.void]) -> Found:
     return *at_least(logits, top_k_bounds(logits, columns["top_k"])), None
 
 
-def _by_min_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+def _by_min_p(logits: Tensor, peaks: Floats, columns: NDArray[np.void]) -> Found:
     reach = columns["temperature"] * np.log(columns["min_p"])
     return *at_least(logits, peaks + reach - ROUNDING * (np.abs(peaks) + np.abs(reach))), None
 
 
-def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+def _by_top_p(logits: Tensor, peaks: Floats, columns: NDArray[np.void]) -> Found:
     """Few tokens hold most of the mass, so a high bound is tried first: it is right where those above it reach
     the mass. The other rows get the bound that is always right: tokens lighter than (1 - p) total / V weigh
     less than (1 - p) total together.
@@ -209,7 +208,7 @@ def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.vo
 
 
 # -- candidates -------------------------------------------------------------------------------------------
-def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[list[list[int]], list[list[float]]]:
+def most_likely(logits: Tensor, counts: Ints) -> tuple[list[list[int]], list[list[float]]]:
     """Per row the counts[row] most likely tokens and their logits, likeliest first, ties by token id; fewer
     where fewer are possible at all.
     """
@@ -225,7 +224,7 @@ def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[list[list[in
     return [ordered_tokens[span] for span in spans], [ordered_values[span] for span in spans]
 
 
-def top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+def top_k_bounds(logits: Tensor, counts: Ints) -> Floats:
     """Per row a finite value that counts[row] logits reach, or all that can be drawn if those are fewer: the
     k-th largest of the block maxima.
 
@@ -243,13 +242,13 @@ def top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float6
     return np.maximum(best[np.arange(len(counts)), counts - 1], torch.finfo(logits.dtype).min)
 
 
-def at_least(values: Tensor, bounds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def at_least(values: Tensor, bounds: Floats) -> tuple[Ints, Ints]:
     """(row, column) of every value that reaches its row's bound, row by row, columns ascending."""
     flat = np.flatnonzero(compare(operator.ge, values, bounds))
     return flat // values.shape[-1], flat % values.shape[-1]
 
 
-def values_at(values: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
+def values_at(values: Tensor, rows: Ints, columns: Ints) -> NDArray[Any]:
     if values.device.type == "cpu":
         result: NDArray[Any] = values.numpy()[rows, columns]
         return result
@@ -257,7 +256,7 @@ def values_at(values: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64
 
 
 # -- between numpy and torch ------------------------------------------------------------------------------
-def peaks_of(logits: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def peaks_of(logits: Tensor) -> tuple[Floats, Ints]:
     """Per row the largest logit and its token, the lowest of equals; both numpy and torch promise that."""
     if logits.device.type == "cpu":  # numpy's argmax takes a quarter of the time of torch's
         array = logits.numpy()
@@ -267,16 +266,14 @@ def peaks_of(logits: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return as_float64(values), indices.cpu().numpy()
 
 
-def exponentials(logits: Tensor, peaks: NDArray[np.float64], temperatures: NDArray[np.float64]) -> Tensor:
+def exponentials(logits: Tensor, peaks: Floats, temperatures: Floats) -> Tensor:
     """exp((logit - peak) / temperature), through exp2, which is about twice as fast."""
     weights = logits - _column(peaks, logits)
     weights *= _column(math.log2(math.e) / temperatures, logits)
     return weights.exp2_()
 
 
-def compare(
-    relation: Callable[[Any, Any], Any], values: Tensor, bounds: NDArray[np.float64]
-) -> NDArray[np.bool_]:
+def compare(relation: Callable[[Any, Any], Any], values: Tensor, bounds: Floats) -> NDArray[np.bool_]:
     """Each value against its row's bound. On a CPU by numpy: an eighth of the time of torch's comparison."""
     result: NDArray[np.bool_]
     if values.device.type == "cpu":
@@ -287,7 +284,7 @@ def compare(
     return result
 
 
-def block_sums(weights: Tensor) -> NDArray[np.float64]:
+def block_sums(weights: Tensor) -> Floats:
     """Sums over blocks of the vocabulary, the last block possibly short."""
     rows, vocabulary = weights.shape
     whole = vocabulary // _BLOCK * _BLOCK
@@ -297,7 +294,7 @@ def block_sums(weights: Tensor) -> NDArray[np.float64]:
     return as_float64(sums)
 
 
-def take_rows(values: Tensor, rows: NDArray[np.int64]) -> Tensor:
+def take_rows(values: Tensor, rows: Ints) -> Tensor:
     """The given rows, ascending: a view where they are neighbours, which they mostly are."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
@@ -305,13 +302,13 @@ def take_rows(values: Tensor, rows: NDArray[np.int64]) -> Tensor:
     return values.index_select(0, as_tensor(rows, values))
 
 
-def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
+def _column(values: Floats, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like)[:, None]
 
 
-def as_tensor(indices: NDArray[np.int64], like: Tensor) -> Tensor:
+def as_tensor(indices: Ints, like: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(indices)).to(like.device)
 
 
-def as_float64(values: Tensor) -> NDArray[np.float64]:
+def as_float64(values: Tensor) -> Floats:
     return values.double().cpu().numpy()

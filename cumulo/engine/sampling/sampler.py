@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.sampling.distribution import (
+    Ints,
     as_float64,
     as_tensor,
     block_sums,
@@ -63,8 +64,8 @@ DRAW_COLUMNS = np.dtype(
 class TokenPairs(NamedTuple):
     """Single logits, as two columns; tokens lie in the vocabulary."""
 
-    draws: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    draws: Ints
+    tokens: Ints
 
     @classmethod
     def joined(cls, groups: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]]) -> "TokenPairs":
@@ -91,7 +92,7 @@ class LogitEdits:
 class TokenMasks:
     """The tokens that guides allow; all others become impossible."""
 
-    draws: NDArray[np.int64]  # the guided ones
+    draws: Ints  # the guided ones
     bits: NDArray[np.int32]  # [guided draws, vocabulary / 32]: token t is bit t % 32 of word t // 32
     errors: dict[int, str] = field(default_factory=dict)  # by draw: its guide failed
 
@@ -107,8 +108,8 @@ class TokenMasks:
 class DrawBatch:
     """What to draw: one entry per draw in every column."""
 
-    logit_rows: NDArray[np.int64]  # several draws may share a row of the logits (parallel samples)
-    positions: NDArray[np.int64]  # of the token to be drawn
+    logit_rows: Ints  # several draws may share a row of the logits (parallel samples)
+    positions: Ints  # of the token to be drawn
     columns: NDArray[np.void]  # DRAW_COLUMNS
     edits: LogitEdits | None = None
     masks: TokenMasks | None = None
@@ -117,7 +118,7 @@ class DrawBatch:
 
 @dataclass(slots=True)
 class Drawn:
-    tokens: NDArray[np.int64]  # 0 where the draw failed
+    tokens: Ints  # 0 where the draw failed
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -174,9 +175,7 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
     return drawn
 
 
-def token_logprobs(
-    logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
-) -> list[TokenLogprobs]:
+def token_logprobs(logits: Tensor, tokens: Ints, alternatives: Ints) -> list[TokenLogprobs]:
     """Natural log-probability and rank of one token per row, and its row's most likely alternatives."""
     peaks, _ = peaks_of(logits)
     sums = block_sums(exponentials(logits, peaks, np.ones(len(tokens))))
@@ -199,12 +198,12 @@ def token_logprobs(
 
 
 # -- edits ------------------------------------------------------------------------------------------------
-def apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -> NDArray[np.int64]:
+def apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -> Ints:
     """Change the logits in place; return the draws that were changed."""
     vocabulary = logits.shape[-1]
     flat = logits.view(-1)
 
-    def index(pairs: TokenPairs) -> NDArray[np.int64]:
+    def index(pairs: TokenPairs) -> Ints:
         return pairs.draws * vocabulary + pairs.tokens
 
     if len(edits.bias.draws):

@@ -189,13 +189,7 @@ def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock
     params = _params(arrival.output_tokens)
     prompt = _prompt(arrival, number, scheduler.config.speculate == "ngram")
     request = Request(
-        str(number),
-        prompt,
-        params,
-        seed=0,
-        tenant=arrival.tenant,
-        arrived_s=arrival.arrived_s,
-        tag=served,
+        str(number), prompt, params, seed=0, tenant=arrival.tenant, arrived_s=arrival.arrived_s, tag=served
     )
     try:
         scheduler.add(request)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, round_rows, round_tokens
 from cumulo.engine.play.slot_table import StepRows
+from cumulo.engine.sampling.distribution import Ints
 
 # Columns of a draw, in the sampling kernel's order (kernels/cuda/sampling/sample.py). Floats travel as their bits.
 DRAW_WORDS = (
@@ -82,7 +83,7 @@ def pack(
     shape: StepShape,
     rows: StepRows,
     new_blocks: Mapping[int, tuple[int, int]],
-    logit_rows: NDArray[np.int64],
+    logit_rows: Ints,
     draws: NDArray[np.int32],
 ) -> None:
     """Fill the first `shape.words` of `out`. `new_blocks`: by row, the table index and block it gained."""
@@ -105,9 +106,7 @@ def pack(
     columns[len(draws) :, 0] = -1
 
 
-def pack_split(
-    out: NDArray[np.int32], shape: StepShape, shares: NDArray[np.int64], owners: NDArray[np.int64]
-) -> None:
+def pack_split(out: NDArray[np.int32], shape: StepShape, shares: Ints, owners: Ints) -> None:
     """Behind what `pack` has filled: how many tokens each data-parallel rank has, and which has each draw's row."""
     words = out[shape.plain_words : shape.words]
     starts, owner_words = words[: shape.data_ranks + 1], words[shape.data_ranks + 1 :]
@@ -116,9 +115,7 @@ def pack_split(
     owner_words[: len(owners)], owner_words[len(owners) :] = owners, 0
 
 
-def draw_words(
-    columns: NDArray[np.void], slots: NDArray[np.int64], positions: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def draw_words(columns: NDArray[np.void], slots: Ints, positions: Ints) -> NDArray[np.int32]:
     """DRAW_WORDS of every draw, from the slot table's columns of the drawing slots."""
     words = np.empty((len(slots), len(DRAW_WORDS)), dtype=np.int32)
     words[:, 0], words[:, 1] = slots, positions
@@ -146,7 +143,7 @@ def have_cuts(columns: NDArray[np.void], vocabulary: int) -> NDArray[np.bool_]:
 
 
 def gained_blocks(
-    plan: StepPlan, held: NDArray[np.int64]
+    plan: StepPlan, held: Ints
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int, int]]]:
     """The plan's new blocks: by row, at most one each, as (table index, block); and the rest as (slot, index,
     block).
