@@ -7,7 +7,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError, require_least
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
-from cumulo.models.files.hub import BUILT_IN_NAME
+from cumulo.models.files.hub import BUILT_IN_NAME, BUILT_IN_TITLE
 from cumulo.models.files.pull import DEFAULT_HUB
 
 ALL_PULLED = "pulled"
@@ -126,4 +126,4 @@ class ServeOptions:
         itself without an end, so its answers are cut sooner."""
         if self.default_max_tokens is not None:
             return self.default_max_tokens
-        return 512 if self.model in (None, BUILT_IN_NAME) else 4096
+        return 512 if self.model in (None, BUILT_IN_NAME, BUILT_IN_TITLE) else 4096

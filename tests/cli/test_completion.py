@@ -43,7 +43,7 @@ def test_chat_turns_prompts_into_messages() -> None:
         ('{"text": "a"}', 'either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
         ('{"prompt": "a", "temprature": 1}', "unknown fields temprature"),
-        ('{"prompt": "a", "temperature": -1}', "line 1: temperature must be 0 or more"),
+        ('{"prompt": "a", "temperature": -1}', "line 1: temperature must be in"),
         ('{"prompt": 5}', "a prompt is text"),
         ('{"messages": "hi"}', "messages are a list"),
         ('{"messages": [{"role": "user"}]}', "messages must be a list of"),

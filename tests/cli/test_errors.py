@@ -12,7 +12,7 @@ from tests.cli.conftest import Run
     ("arguments", "words"),
     [
         (["--temperature", "nan"], "temperature must be a finite number"),
-        (["--temperature=-1"], "temperature must be 0 or more"),
+        (["--temperature=-1"], "temperature must be in"),
         (["--max-tokens", "0"], "max_tokens must be 1 or more"),
         (["--top-p", "0"], "top_p must be in (0, 1]"),
         (["--stop", ""], "a stop string must not be empty"),

