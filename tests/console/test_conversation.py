@@ -250,11 +250,20 @@ def test_a_deleted_turn_takes_its_answers_with_it_and_not_what_was_said_later() 
 
 def test_what_was_refused_is_taken_out_again() -> None:
     talk = tree()
-    before, back = talk.stored()["entries"], talk.leaf
+    before = talk.stored()["entries"]
     question = talk.add({"role": "user", "content": "f"})
-    talk.add({"role": "assistant", "content": "", "pending": "x"})
-    talk.remove([question], back)
+    answer = talk.add({"role": "assistant", "content": "", "pending": "x"})
+    assert talk.take_back(answer) == [answer, question]
     assert shown(talk) == "a2 e" and talk.stored()["entries"] == before
+    # Another answer to an answered question: the question stays, and the answer that was there is shown.
+    again = talk.add({"role": "assistant", "content": "", "pending": "x"}, talk.nodes[-1]["parent"])
+    assert talk.take_back(again) == [again]
+    assert shown(talk) == "a2 e" and talk.stored()["entries"] == before
+    edited = talk.add({"role": "user", "content": "a3"}, -1)  # a setting was wrong: no answer was begun
+    assert talk.take_back() == [edited] and shown(talk) == "a2 e"
+    talk.add({"role": "tool", "content": "1"})
+    talk.add({"role": "tool", "content": "2"})
+    assert len(talk.take_back()) == 2 and shown(talk) == "a2 e"
 
 
 def test_a_summary_is_sent_instead_of_what_came_before_it() -> None:

@@ -37,28 +37,23 @@ class CallsView:
                 with ui.element("div").classes("call"):
                     show(_laid_out(call))
                     if call.whole:
-                        field = ui.textarea(f"Result of {call.name}").props(
-                            'outlined dense autogrow rows=1 input-class="mono"'
-                        )
-                        field.classes("result")
+                        field = ui.textarea(f"Result of {call.name}").classes("result")
+                        field.props('outlined dense autogrow rows=1 input-class="mono"')
                         if answered is not None:
                             field.set_value(answered.get(call.id, ""))
                             field.set_enabled(False)
             if self._open and answered is None:
                 text = "Send result" if len(self._open) == 1 else "Send results"
-                ui.button(text, icon="reply").props("unelevated dense no-caps padding='2px 10px'").on(
-                    "click", self._sent, js_handler=_COLLECT
-                )
+                button = ui.button(text, icon="reply").on("click", self._sent, js_handler=_COLLECT)
+                button.props("unelevated dense no-caps padding='2px 10px'")
 
     async def _sent(self, event: GenericEventArguments) -> None:
         # The texts come with the event: what was typed last may be told later than the click.
         texts = list(event.args or [])
         if len(texts) == len(self._open):
+            pairs = zip(self._open, map(str, texts), strict=True)
             await self._send(
-                [
-                    {"role": "tool", "tool_call_id": call.id, "content": str(text)}
-                    for call, text in zip(self._open, texts, strict=True)
-                ]
+                [{"role": "tool", "tool_call_id": one.id, "content": text} for one, text in pairs]
             )
 
 
@@ -109,11 +104,7 @@ class AnswerText(
         self.update()
 
 
-_ENDS = {
-    "abort": "stopped",
-    None: "stopped",
-    "content_filter": "filtered",
-}
+_ENDS = {"abort": "stopped", None: "stopped", "content_filter": "filtered"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +176,10 @@ def summary(answer: ChatAnswer, served: str) -> str:
     parts = [answer.model] if answer.model and answer.model != served else []
     tokens = answer.earlier_tokens + answer.output_tokens
     parts += [f"{tokens:,} token{'' if tokens == 1 else 's'}"]
-    timed = (
-        answer.ttft_s is not None and not answer.calls
-    )  # a call is sent as a whole: its times tell nothing
-    if answer.ttft_s is not None and timed:
+    if answer.ttft_s is not None and not answer.calls:  # a call is sent as a whole: its times tell nothing
         parts.append(f"TTFT {milliseconds(answer.ttft_s)}")
-    if answer.decode_tok_s is not None and timed:
-        parts.append(f"{number(answer.decode_tok_s)} tokens/s")
+        if answer.decode_tok_s is not None:
+            parts.append(f"{number(answer.decode_tok_s)} tokens/s")
     if answer.finish_reason not in ("stop", "tool_calls") and not answer.problem:
         ends = _ENDS | {"length": answer.limited_by or "stopped at max_tokens"}
         parts.append(ends.get(answer.finish_reason, str(answer.finish_reason)))
@@ -224,15 +212,10 @@ def version_buttons(entry: Entry, versions: list[Entry], choose: Callable[[Entry
         return
     place = next(place for place, one in enumerate(versions) if one is entry)
     with ui.element("span").classes("versions"):
-        for label, icon, to in (
-            ("Earlier version", "chevron_left", place - 1),
-            ("Later version", "chevron_right", place + 1),
-        ):
-            if to > place:
-                ui.label(f"{place + 1}/{len(versions)}").classes("num")
-            there = 0 <= to < len(versions)
-            button = small_button(label, icon, partial(choose, versions[to]) if there else None)
-            button.set_enabled(there)
+        before, behind = versions[:place][-1:], versions[place + 1 :][:1]
+        small_button("Earlier version", "chevron_left", partial(choose, *before)).set_enabled(bool(before))
+        ui.label(f"{place + 1}/{len(versions)}").classes("num")
+        small_button("Later version", "chevron_right", partial(choose, *behind)).set_enabled(bool(behind))
 
 
 def copy_button(text: str) -> None:

@@ -30,9 +30,10 @@ class AskBox:
         self,
         send: Callable[[str], Awaitable[None]],
         stop: Callable[[], None],
+        unqueue: Callable[[Entry], Any],
         count_tokens: Callable[[str], int],
     ) -> None:
-        self._on_send, self._count_tokens = send, count_tokens
+        self._on_send, self._unqueue, self._count_tokens = send, unqueue, count_tokens
         self.files: list[dict[str, str]] = []
         self._tokens: dict[str, int] = {}  # of the attached texts
         self._pdf: list[str] = []  # the parts of a PDF that have come
@@ -75,14 +76,14 @@ class AskBox:
         """While an answer is being made, a message waits for its end."""
         self._stop.set_visibility(running)
 
-    def show_queued(self, entries: list[Entry], unqueue: Callable[[Entry], Any]) -> None:
+    def show_queued(self, entries: list[Entry]) -> None:
         self._queued.clear()
         with self._queued:
             for entry in entries:
                 with ui.element("div").classes("file-chip"):
                     ui.icon("schedule")
                     ui.label(f"Queued: {entry['content'] or entry['files'][0]['name']}").classes("one-line")
-                    small_button("Take out of the queue", "close", partial(unqueue, entry))
+                    small_button("Take out of the queue", "close", partial(self._unqueue, entry))
 
     def set_status(self, words: str) -> None:
         if words != self._status.text:
@@ -121,36 +122,32 @@ class AskBox:
     async def _pdf_came(self, event: Any) -> None:
         """A part of a PDF; with the last one its text is extracted."""
         given = event.args if isinstance(event.args, dict) else {}
-        name, part, parts, data = (given.get(key) for key in ("name", "part", "parts", "data"))
-        self._pdf = [*(self._pdf if part else ()), str(data)]
-        size = sum(map(len, self._pdf)) * 3 // 4
-        if size > LARGEST_PDF_BYTES + 3:
+        name, part, data = str(given.get("name"))[:120], given.get("part"), str(given.get("data"))
+        self._pdf = [*(self._pdf if part else ()), data]
+        if sum(map(len, self._pdf)) * 3 // 4 > LARGEST_PDF_BYTES + 3:
             self._pdf = []
-        elif part == int(parts or 0) - 1:
-            text, problem, parts_of_it, self._pdf = None, None, self._pdf, []
-            self.set_status(f"Reading {str(name)[:120]} …")
+        elif part == int(given.get("parts") or 0) - 1:
+            parts, self._pdf = self._pdf, []
+            self.set_status(f"Reading {name} …")
+            text, problem = None, None
             try:
-                whole = b"".join(base64.b64decode(one) for one in parts_of_it)
-                text = await asyncio.to_thread(pdf_text, whole)
+                text = await asyncio.to_thread(pdf_text, b"".join(map(base64.b64decode, parts)))
             except ValueError as error:
                 problem = str(error)
             self.set_status("")
-            await self._attach(str(name)[:120], text, problem)
+            await self._attach(name, text, problem)
 
     async def _attach(self, name: str, text: object, problem: object) -> None:
         files = read_files([{"name": name, "text": text}])
+        if len(self.files) >= MOST_FILES:
+            problem = problem or f"would be too many: a message takes at most {MOST_FILES} files"
         if not problem and not files:
             problem = f"has more than {LARGEST_FILE_BYTES:,} characters of text"
-        if problem:
-            self.complain(f"{name} cannot be attached: it {problem}.")
-        elif len(self.files) >= MOST_FILES:
-            self.complain(f"{name} cannot be attached: a message takes at most {MOST_FILES} files.")
-        else:
+        self.complain(f"{name} cannot be attached: it {problem}." if problem else "")
+        if not problem:
             self.files += files
-            self.complain("")
             self._draw_chips()
-            for file in files:
-                self._tokens[file["text"]] = await asyncio.to_thread(self._count_tokens, file["text"])
+            self._tokens[files[0]["text"]] = await asyncio.to_thread(self._count_tokens, files[0]["text"])
             self._draw_chips()
 
     def _draw_chips(self) -> None:
@@ -195,13 +192,10 @@ class Shortcuts:
             show("Single keys work while no field has the focus; Ctrl is ⌘ on a Mac.", "soft small")
         ui.on("shortcut", self._pressed)
 
-    def help(self) -> None:
-        self._help.open()
-
     async def _pressed(self, event: Any) -> None:
         name = str(event.args)
         if name == "help":
-            self.help()
+            self._help.open()
         elif name in self._actions:
             result = self._actions[name]()
             if asyncio.iscoroutine(result):

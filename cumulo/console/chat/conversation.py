@@ -54,7 +54,6 @@ class _StoredEntry(TypedDict):
     files: NotRequired[list[dict[str, str]]]
     about: NotRequired[_About]
     pending: NotRequired[str]
-    undo: NotRequired[dict[str, Any]]
     parent: NotRequired[int]
     summary: NotRequired[str]
     beside: NotRequired[str]
@@ -112,11 +111,8 @@ class Conversation:
 
     def versions(self, entry: Entry) -> list[Entry]:
         """The entry and those that stand in its place on other branches."""
-        return [
-            node
-            for node in self.nodes
-            if node["parent"] == entry["parent"] and (node["role"] == "user") == (entry["role"] == "user")
-        ]
+        is_user, there = entry["role"] == "user", self._followers(entry["parent"])
+        return [self.nodes[n] for n in there if (self.nodes[n]["role"] == "user") == is_user]
 
     def choose(self, entry: Entry) -> None:
         """Show the branch of an entry, to its newest end."""
@@ -124,16 +120,27 @@ class Conversation:
 
     def _descend(self, place: int) -> None:
         self.leaf = place
-        while followers := [n for n, node in enumerate(self.nodes) if node["parent"] == self.leaf]:
+        while followers := self._followers(self.leaf):
             self.leaf = followers[-1]
 
-    def remove(self, entries: list[Entry], leaf: int) -> None:
-        """Take entries out, with all that follows them; `leaf` is shown then."""
-        gone = {self.place(entry) for entry in entries}
-        for place, node in enumerate(self.nodes):
-            if node["parent"] in gone:
-                gone.add(place)
-        self._keep([place for place in range(len(self.nodes)) if place not in gone], leaf)
+    def _followers(self, place: int) -> list[int]:
+        return [n for n, node in enumerate(self.nodes) if node["parent"] == place]
+
+    def take_back(self, answer: Entry | None = None) -> list[Entry]:
+        """Take out a refused answer and what was said for it alone: the last message, or results of tools. What
+        stood there before is shown."""
+        gone, place, role = list[int](), self.leaf, ""
+        if answer is not None:
+            gone, place = [self.place(answer)], answer["parent"]
+        while place >= 0 and role != "user" and self.nodes[place]["role"] != "assistant":
+            if any(n not in gone for n in self._followers(place)):
+                break
+            gone.append(place)
+            place, role = self.nodes[place]["parent"], self.nodes[place]["role"]
+        taken = [self.nodes[one] for one in gone]
+        self._keep([one for one in range(len(self.nodes)) if one not in gone], place)
+        self._descend(self.leaf)
+        return taken
 
     def delete_turn(self, entry: Entry) -> None:
         """Take out a user's message and what answers it; later messages follow what stood before it."""
@@ -192,9 +199,8 @@ class Conversation:
         self.updated_s = time.time()
         kept = self
         if _size(kept.nodes) > LARGEST_STORED_BYTES:
-            kept = self.from_entries(
-                [{k: v for k, v in e.items() if k != "odds"} for e in self.nodes], self.leaf
-            )
+            slim = [{k: v for k, v in e.items() if k != "odds"} for e in self.nodes]
+            kept = self.from_entries(slim, self.leaf)
         if _size(kept.nodes) > LARGEST_STORED_BYTES:
             kept = self.from_entries([_loose(entry) for entry in kept.entries])
         while _size(kept.nodes) > LARGEST_STORED_BYTES and kept.nodes:
@@ -207,10 +213,7 @@ class Conversation:
             "title": self.title,
             "name": self.name(),
             "updated_s": self.updated_s,
-            "entries": [
-                _loose(entry) if entry["parent"] == place - 1 else entry
-                for place, entry in enumerate(kept.nodes)
-            ],
+            "entries": [_loose(one) if one["parent"] == n - 1 else one for n, one in enumerate(kept.nodes)],
             "leaf": kept.leaf,
             "queued": self.queued,
         }

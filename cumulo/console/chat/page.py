@@ -50,9 +50,8 @@ class Chat:
         self._client = ui.context.client
         self._store = BrowserStore(visitor.name)
         self._conversation = Conversation()
-        self._running: list[
-            RunningAnswer
-        ] = []  # of this conversation; while there are some, it is not changed
+        # Of this conversation; while there are some, it is not changed.
+        self._running: list[RunningAnswer] = []
         self._begun = asyncio.Event()
         self._info: object = None  # the engine whose recommendations are shown
         self._doing = ""  # what the page itself does
@@ -63,17 +62,11 @@ class Chat:
                 ui.button("Chats", icon="menu", on_click=self._history.open).props(_FLAT).classes("quiet")
                 open_settings = ui.button("Settings", icon="tune").props(_FLAT).classes("quiet")
             answer = AnswerActions(
-                shell.service.model_name,
-                self._open_story,
-                self.regenerate,
-                self.resume,
-                self.choose,
-                self.send_results,
-            )
+                shell.service.model_name, lambda request_id: self._story.open(request_id), self.regenerate,
+                self.resume, self.choose, self.send_results,
+            )  # fmt: skip
             self._thread = ThreadView(self.send, self.resend, self.delete_turn, answer)
-            self._ask = AskBox(
-                self.send, self.stop, lambda text: len(self._service.text.tokenizer.encode(text))
-            )
+            self._ask = AskBox(self.send, self.stop, self._unqueue, self._count_tokens)
             self._context = ContextView(lambda: self._service, self.summarize, self._thread.mark)
         with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
             self._settings = SettingsPanel(self._keep, close=lambda: panel.classes(remove="open"))
@@ -101,6 +94,9 @@ class Chat:
         row = self._shell.models.rows.get(self._settings.model or "")
         return row.service if row is not None and row.service is not None else self._shell.service
 
+    def _count_tokens(self, text: str) -> int:
+        return len(self._service.text.tokenizer.encode(text))
+
     async def tick(self) -> None:
         service = self._service
         engine = service.engine
@@ -122,48 +118,47 @@ class Chat:
         self._ask.empty()
         if self._running:
             self._conversation.queued.append(entry)
-            self._ask.show_queued(self._conversation.queued, self._unqueue)
+            self._ask.show_queued(self._conversation.queued)
             await self._save()
         else:
             await self._say(entry)
 
     async def _say(self, entry: Entry) -> None:
-        back = self._conversation.leaf
         self._conversation.add(entry)
-        await self._answer(back, [entry])
+        await self._answer()
 
     async def _unqueue(self, entry: Entry) -> None:
         self._conversation.queued = [one for one in self._conversation.queued if one is not entry]
-        self._ask.show_queued(self._conversation.queued, self._unqueue)
+        self._ask.show_queued(self._conversation.queued)
         await self._save()
 
     async def resend(self, entry: Entry, text: str) -> None:
         """An edited message is asked on a branch of its own; the old one stays."""
         if not self._running and text.strip():
-            back = self._conversation.leaf
-            edited = self._conversation.add(user_entry(text.strip(), entry.get("files")), entry["parent"])
-            await self._answer(back, [edited])
+            self._conversation.add(user_entry(text.strip(), entry.get("files")), entry["parent"])
+            await self._answer()
 
     async def regenerate(self) -> None:
         """Another answer to the last question; the one before stays."""
-        entries, back = self._conversation.entries, self._conversation.leaf
+        entries = self._conversation.entries
         if self._running or not entries:
             return
         if entries[-1]["role"] == "assistant":
             self._conversation.leaf = entries[-1]["parent"]
-        await self._answer(back, [])
+        await self._answer()
 
     async def resume(self) -> None:
         """Go on with the last answer where it ended."""
         entries = self._conversation.entries
         if not self._running and entries and entries[-1]["role"] == "assistant":
-            await self._answer(self._conversation.leaf, [], entries[-1])
+            await self._answer(entries[-1])
 
     async def send_results(self, results: Results) -> None:
         """What tools returned, typed in by the person; the model goes on from there."""
         if not self._running:
-            back = self._conversation.leaf
-            await self._answer(back, [self._conversation.add(one) for one in results])
+            for one in results:
+                self._conversation.add(one)
+            await self._answer()
 
     async def choose(self, entry: Entry) -> None:
         """Show another version of a message or an answer, with what followed it."""
@@ -197,11 +192,8 @@ class Chat:
         newest = conversation.entries[starts[window.first or len(starts) - 1]]
         older = conversation.branch(newest["parent"]).messages()
         requests = summary_requests(self._context.counter, older, context, conversation.summary)
-        body = {
-            "model": self._service.model_name,
-            "stream": True,
-            "max_tokens": summary_tokens(context),
-        }
+        model = self._service.model_name
+        body = {"model": model, "stream": True, "max_tokens": summary_tokens(context)}
         self._doing = "The older turns are being summarized."
         self._ask.set_status(self._doing)
         try:
@@ -246,9 +238,6 @@ class Chat:
             self.stop()
             await self.new()
 
-    def _open_story(self, request_id: str) -> None:
-        self._story.open(request_id)
-
     # -- the conversation ---------------------------------------------------------------------------------
     def _show(self, conversation: Conversation) -> None:
         """Show a conversation; an answer of the one shown before goes on unseen."""
@@ -287,16 +276,15 @@ class Chat:
         self._store.tell("keep", kind, value)
         self._show_context()
 
-    async def _answer(self, back: int, said: list[Entry], continued: Entry | None = None) -> None:
-        """Ask for the next entry, or for more of the last one. If that is refused, what was `said` is taken out
-        again and the branch that ends at `back` is shown; a question goes back to where it was written."""
+    async def _answer(self, continued: Entry | None = None) -> None:
+        """Ask for the next entry, or for more of the last one. If that is refused, what was said for it alone is
+        taken out again; a question goes back to where it was written."""
         conversation, system = self._conversation, self._settings.system
         self._ask.complain("")
-        undo = {"leaf": back, "said": len(said)}
         try:
             body = self._settings.request(self._shell.service.model_name)
         except SettingsProblem as problem:
-            self._undo(conversation, said, back, str(problem))
+            self._take_back(conversation, None, str(problem))
             return
         if continued is not None:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -306,14 +294,13 @@ class Chat:
         found: dict[RunningAnswer, Entry] = {}
         for model in (body["model"], beside) if beside else (body["model"],):
             answer = ChatAnswer.from_entry(continued).continued() if continued is not None else None
-            running = self._answers.begin(
-                self._visitor.name, self._api, body | {"model": model}, find, answer
-            )
+            asked = body | {"model": model}
+            running = self._answers.begin(self._visitor.name, self._api, asked, find, answer)
             entry = continued
             if entry is None:
                 entry = conversation.add({"role": "assistant", "content": ""}, parent)
                 entry |= {"beside": compared} if beside else {}
-            entry |= {"pending": running.id, "undo": undo}
+            entry["pending"] = running.id
             found[running] = entry
         conversation.leaf = conversation.place(next(iter(found.values())))
         self._store.tell("stay", conversation.id)
@@ -324,7 +311,7 @@ class Chat:
         self._running = list(found)
         views = self._draw()
         self._ask.set_running(bool(found))
-        self._ask.show_queued(self._conversation.queued, self._unqueue)
+        self._ask.show_queued(self._conversation.queued)
         for running, entry in found.items():
             view = views.get(running.id)
             background_tasks.create(self._follow(running, view, entry, self._conversation))
@@ -354,25 +341,18 @@ class Chat:
             await self._save()
             if conversation.queued and not self._running and not running.refused:
                 following = conversation.queued.pop(0)
-                self._ask.show_queued(conversation.queued, self._unqueue)
+                self._ask.show_queued(conversation.queued)
                 await self._say(following)
 
     def _end(
         self, running: RunningAnswer, view: AnswerView | None, entry: Entry, conversation: Conversation
     ) -> None:
         entry.pop("pending")
-        undo = entry.pop("undo", {})
         if running.refused and "about" in entry:  # it was to be continued, and stays as it was
             self._draw()
             self._ask.complain(str(running.answer.problem))
         elif running.refused and "beside" not in entry:
-            back = int(undo.get("leaf", entry["parent"]))
-            said: list[Entry] = []
-            place = entry["parent"]
-            for _ in range(int(undo.get("said", 0))):
-                said.append(conversation.nodes[place])
-                place = said[-1]["parent"]
-            self._undo(conversation, [entry, *said], back, str(running.answer.problem))
+            self._take_back(conversation, entry, str(running.answer.problem))
         else:
             running.answer.take_times(self._shell.service.stories.of_call(running.answer.request_id))
             entry.update(running.answer.entry())
@@ -380,9 +360,9 @@ class Chat:
                 self._thread.finish(entry, running.answer, view)
                 self._thread.look_down()
 
-    def _undo(self, conversation: Conversation, taken: list[Entry], back: int, problem: str) -> None:
+    def _take_back(self, conversation: Conversation, answer: Entry | None, problem: str) -> None:
+        taken = conversation.take_back(answer)
         question = next((entry for entry in taken if entry["role"] == "user"), None)
-        conversation.remove(taken, back)
         self._draw()
         if question is not None:
             self._ask.put_back(question["content"], question.get("files", []), problem)

@@ -155,13 +155,9 @@ class RunningAnswers:
         self._answers: OrderedDict[str, RunningAnswer] = OrderedDict()
 
     def begin(
-        self,
-        owner: str,
-        api: ApiCaller,
-        body: dict[str, Any],
-        messages: FindMessages | None = None,
+        self, owner: str, api: ApiCaller, body: dict[str, Any], messages: FindMessages | None = None,
         answer: ChatAnswer | None = None,
-    ) -> RunningAnswer:
+    ) -> RunningAnswer:  # fmt: skip
         """`messages`: finds those of the request, where that takes a while. `answer`: the one to continue."""
         self._forget_old()
         running = RunningAnswer(owner, answer)

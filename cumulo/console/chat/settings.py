@@ -133,12 +133,12 @@ def read_own(stored: Any) -> dict[str, str]:
     """The person's own presets as the browser kept them; what is none is left out."""
     if not isinstance(stored, dict):
         return {}
-    kept = {
-        name: prompt
+    fits = [
+        (name, prompt)
         for name, prompt in stored.items()
         if isinstance(prompt, str) and 0 < len(name) <= _LONGEST_NAME and len(prompt) <= _LONGEST_PROMPT
-    }
-    return dict(list(kept.items())[:MOST_OWN])
+    ]
+    return dict(fits[:MOST_OWN])
 
 
 class Presets:
@@ -231,8 +231,8 @@ def model_options(models: Sequence[str], adapters: Sequence[str]) -> dict[str, s
     return {name: name for name in models} | {name: f"{name} (adapter)" for name in adapters}
 
 
-def _within(least: float, most: float, value: float | None) -> bool:
-    return value is None or least <= value <= most
+def _outside(least: float, most: float, value: float | None) -> str | None:
+    return None if value is None or least <= value <= most else f"{least:g} to {most:g}"
 
 
 class SettingsPanel:
@@ -253,8 +253,7 @@ class SettingsPanel:
         with ui.element("div").classes("numbers"):
             for name, label, least, most, step, tooltip in _FIELDS:
                 # No min and max of the field: it would replace what is typed by them without a word.
-                words = f"{least:g} to {most:g}"
-                check: dict[str, Callable[[Any], bool]] = {words: partial(_within, least, most)}
+                check = partial(_outside, least, most)
                 field = ui.number(label, step=step, on_change=self._changed, validation=check)
                 field.props("outlined dense stack-label hide-bottom-space").tooltip(tooltip)
                 self._numbers[name] = field
@@ -327,16 +326,12 @@ class SettingsPanel:
 
     def request(self, model: str) -> dict[str, Any]:
         """The body of /v1/chat/completions without its messages. SettingsProblem if a field cannot be used."""
-        body: dict[str, Any] = {
-            "model": self._model.value or model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": _ANSWER_TOKENS,
-        }
+        body: dict[str, Any] = {"model": self._model.value or model, "stream": True, "max_tokens": _ANSWER_TOKENS,
+                                "stream_options": {"include_usage": True}}  # fmt: skip
         for name, label, least, most, *_ in _FIELDS:
             field = self._numbers[name]
-            if field.value is not None and not least <= field.value <= most:
-                raise SettingsProblem(f"{label} is {field.value:g}, but must be {least:g} to {most:g}.")
+            if bounds := _outside(least, most, field.value):
+                raise SettingsProblem(f"{label} is {field.value:g}, but must be {bounds}.")
             if field.value is not None:
                 body[name] = int(field.value) if name in _WHOLE else float(field.value)
         if self._json.value:

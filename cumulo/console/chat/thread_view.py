@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from itertools import takewhile
 from typing import Any
 
 from nicegui import ui
@@ -67,19 +68,15 @@ class ThreadView:
         self._from = 0  # the first entry of the branch that is drawn
         with self._root:
             self._welcome = ui.element("div").classes("welcome")
-            self._earlier = (
-                ui.button("", on_click=self._show_earlier)
-                .props("flat dense no-caps")
-                .classes("quiet earlier")
-            )
+            self._earlier = ui.button("", on_click=self._show_earlier).classes("quiet earlier")
+            self._earlier.props("flat dense no-caps")
             self._line = ui.label("").classes("left-out")
         with self._welcome:
             show(empty(f"Talk to {answer.model_name}", "Conversations are kept in this browser only."))
             with ui.element("div").classes("examples"):
                 for text in EXAMPLES:
-                    ui.button(text, on_click=partial(ask, text)).props("outline no-caps align=left").classes(
-                        "quiet"
-                    )
+                    example = ui.button(text, on_click=partial(ask, text)).classes("quiet")
+                    example.props("outline no-caps align=left")
             show('<p class="keys-hint"><kbd>Ctrl+/</kbd> shows the keyboard shortcuts.</p>')
 
     def draw(self, conversation: Conversation) -> dict[str, AnswerView]:
@@ -90,9 +87,8 @@ class ThreadView:
         self._from = min(self._from, max(0, len(entries) - 1))
         shown = entries[self._from :]
         keys = [self._key(entry, entry is entries[-1]) for entry in shown]
-        same = 0
-        while same < min(len(keys), len(self._drawn)) and keys[same] == self._drawn[same].key:
-            same += 1
+        drawn = zip(keys, self._drawn, strict=False)
+        same = len([*takewhile(lambda pair: pair[0] == pair[1].key, drawn)])
         for old in self._drawn[same:]:
             old.root.delete()
         del self._drawn[same:]
@@ -129,10 +125,8 @@ class ThreadView:
         """Draw some more in front of what is drawn: all at once would take seconds in a long conversation."""
         entries, begin = self._conversation.entries, max(0, self._from - _MORE)
         with self._root:
-            earlier = [
-                self._make(entries, place, self._key(entries[place], False))
-                for place in range(begin, self._from)
-            ]
+            places = range(begin, self._from)
+            earlier = [self._make(entries, place, self._key(entries[place], False)) for place in places]
         first = self._root.default_slot.children.index(self._drawn[0].root)
         for place, one in enumerate(earlier):
             one.root.move(target_index=first + place)
@@ -156,31 +150,30 @@ class ThreadView:
             if entry["role"] == "user":
                 self._user(entry)
             elif entry["role"] == "assistant" and is_last and entry.get("beside"):
-                with ui.element("div").classes("compared-answers"):
-                    for one in self._conversation.versions(entry):
-                        if one.get("beside") == entry["beside"]:
-                            with ui.element("div").classes("shown" if one is entry else ""):
-                                self._answered(one, views, is_last, None)
-                                if one is not entry and "pending" not in one:
-                                    use = ui.button(
-                                        "Use this answer", on_click=partial(self._answer.choose, one)
-                                    )
-                                    use.props("outline dense no-caps size=sm padding='0 8px'").classes(
-                                        "quiet"
-                                    )
+                self._compared(entry, views)
             elif entry["role"] == "assistant":
                 self._answered(entry, views, is_last, None if is_last else _results(entries, place))
         return _Drawn(key, entry, root, views)
 
+    def _compared(self, entry: Entry, views: dict[str, AnswerView]) -> None:
+        versions = self._conversation.versions(entry)
+        with ui.element("div").classes("compared-answers"):
+            for one in [one for one in versions if one.get("beside") == entry["beside"]]:
+                with ui.element("div").classes("shown" if one is entry else ""):
+                    self._answered(one, views, True, None)
+                    if one is not entry and "pending" not in one:
+                        use = ui.button("Use this answer", on_click=partial(self._answer.choose, one))
+                        use.props("outline dense no-caps size=sm padding='0 8px'").classes("quiet")
+
     def _answered(
         self, entry: Entry, views: dict[str, AnswerView], is_last: bool, results: dict[str, str] | None
     ) -> None:
-        answer = ChatAnswer.from_entry(entry)
-        if "pending" in entry:
-            views[entry["pending"]] = AnswerView(answer, self._answer, running=True)
-            return
-        view = AnswerView(answer, self._answer, running=False)
-        view.finish(answer, entry, self._conversation.versions(entry), is_last=is_last, results=results)
+        answer, pending = ChatAnswer.from_entry(entry), entry.get("pending")
+        view = AnswerView(answer, self._answer, running=pending is not None)
+        if pending is not None:
+            views[pending] = view
+        else:
+            view.finish(answer, entry, self._conversation.versions(entry), is_last=is_last, results=results)
 
     def _user(self, entry: Entry) -> None:
         with ui.element("div").classes("turn"):
@@ -238,11 +231,8 @@ def _results(entries: list[Entry], index: int) -> dict[str, str]:
 class StoryPanel:
     def __init__(self, shell: Shell, visitor: Visitor) -> None:
         self._shell, self._visitor = shell, visitor
-        with (
-            ui.element("aside")
-            .classes("story-panel")
-            .props('aria-label="Story of the request"') as self._root
-        ):
+        self._root = ui.element("aside").classes("story-panel").props('aria-label="Story of the request"')
+        with self._root:
             with ui.element("div").classes("panel-head"):
                 show("<h2>Story of the request</h2>")
                 self._link = show("")
@@ -254,9 +244,8 @@ class StoryPanel:
         records = [r for r in stories.of_call(request_id) if self._visitor.may_see(r.caller)]
         if records:
             self._body.set_content("".join(story_html(record, badge(record)) for record in records))
-            self._link.set_content(
-                f'<a class="small" href="/requests/{escape(request_id)}">open as a page</a>'
-            )
+            place = f"/requests/{escape(request_id)}"
+            self._link.set_content(f'<a class="small" href="{place}">open as a page</a>')
         else:
             kept = self._shell.service.options.stories
             hint = f"The server keeps the last {kept:,} requests, until it is restarted."
