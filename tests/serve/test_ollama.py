@@ -64,6 +64,18 @@ def names(server: RunningServer, path: str) -> list[str]:
 
 @needs_built_in_model
 @pytest.mark.long
+def test_curl_without_a_content_type_is_understood(webui: RunningServer) -> None:
+    asked = json.dumps({"model": names(webui, "/api/tags")[0], "prompt": "Hi", "stream": False})
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = httpx.post(f"{webui.url}/api/generate", content=asked, headers=form, timeout=300)
+    assert answer.status_code == 200, answer.text
+    foreign = form | {"Origin": "https://evil.example"}
+    assert httpx.post(f"{webui.url}/api/generate", content=asked, headers=foreign).status_code == 403
+    assert httpx.post(f"{webui.url}/v1/completions", content=asked, headers=form).status_code == 400
+
+
+@needs_built_in_model
+@pytest.mark.long
 def test_a_connection_is_verified_and_models_are_listed(webui: RunningServer) -> None:
     version = webui.get("/api/version", headers=HEADERS).json()["version"]
     assert len(tuple(map(int, re.sub(r"^v|-.*", "", version).split(".")))) == 3

@@ -155,8 +155,11 @@ def _validated(whole: bytes, model: type[Strict], parse: Callable[[bytes], Any])
 
 
 def _is_json(scope: Scope) -> bool:
-    """Whether the body is said to be application/json or application/anything+json."""
+    """Whether the body is said to be application/json or application/anything+json. Examples of Ollama's API use
+    curl without a type, which then says that it is a form; pages of other sites are refused by their Origin."""
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/x-www-form-urlencoded" and scope["path"].startswith("/api/"):
+        return True
     return kind.startswith("application/") and kind.endswith(("/json", "+json"))
 
 
