@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cumulo.errors import ModelError
-from cumulo.models.files import hub as hub_names
 from cumulo.models.files import pull as pulling
 from cumulo.models.files.hub import resolve
 from cumulo.models.files.pull import PullProgress
@@ -100,7 +99,7 @@ def test_an_interrupted_download_is_resumed(hub: Hub) -> None:
 def test_a_model_that_is_named_and_not_here_is_downloaded(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub_names, "pull", lambda name, every_s: pulling.pull(name, hub.url, every_s))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     source = resolve("poet/quantized")
     assert (source.format, source.path.name) == ("gguf", "model-Q4_K_M.gguf")

@@ -3,6 +3,7 @@ file, or a Hugging Face name. Called by `load_model` and `inspect_model`.
 """
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from cumulo.errors import ModelError
-from cumulo.models.files.pull import hugging_face_folder, pull
+from cumulo.models.files.pull import DEFAULT_HUB, hugging_face_folder, pull
 from cumulo.models.files.pulled import PulledModel, find_pulled, short_name
 
 BUILT_IN_NAME, BUILT_IN_TITLE = "built-in", "SmolLM2-135M-Instruct"
@@ -37,7 +38,9 @@ class ModelSource:
 
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Find a model, downloading it if it is a Hugging Face name. Paths win over names."""
-    built_in = model in (None, BUILT_IN_NAME) or (model == BUILT_IN_TITLE and not Path(BUILT_IN_TITLE).exists())
+    built_in = model in (None, BUILT_IN_NAME) or (
+        model == BUILT_IN_TITLE and not Path(BUILT_IN_TITLE).exists()
+    )
     if built_in:
         return ModelSource(built_in_model(), "gguf", BUILT_IN_TITLE, BUILT_IN_SAMPLING)
     text = str(model).strip()
@@ -106,7 +109,7 @@ def _from_hub(name: str) -> ModelSource:
         if any(folder.glob("*.safetensors")):
             return ModelSource(folder, "safetensors", name)
     try:
-        for now in pull(name, every_s=_TELL_S):
+        for now in pull(name, os.environ.get("HF_ENDPOINT") or DEFAULT_HUB, _TELL_S):
             print(f"{name}: {now.done_bytes / 1e6:,.0f} of {now.total_bytes / 1e6:,.0f} MB", file=sys.stderr)
     except ModelError as error:
         raise ModelError(
