@@ -104,7 +104,14 @@ _MOST_KEPT = 256
 class RunningAnswer:
     """One answer and the task that makes it. `version` grows with every event."""
 
-    def __init__(self, owner: str, answer: ChatAnswer | None = None) -> None:
+    def __init__(
+        self,
+        owner: str,
+        api: ApiCaller,
+        body: dict[str, Any],
+        messages: FindMessages | None,
+        answer: ChatAnswer | None,
+    ) -> None:
         self.id = secrets.token_hex(12)
         self.owner = owner
         self.answer = answer or ChatAnswer()
@@ -114,9 +121,7 @@ class RunningAnswer:
         self.version = 0
         self._hang_up = asyncio.Event()
         self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None  # held: a task nobody holds may be collected
-
-    def begin(self, api: ApiCaller, body: dict[str, Any], messages: FindMessages | None) -> None:
+        # Held: a task nobody holds may be collected.
         self._task = asyncio.create_task(self._run(api, body, messages))
 
     def stop(self) -> None:
@@ -160,9 +165,8 @@ class RunningAnswers:
     ) -> RunningAnswer:  # fmt: skip
         """`messages`: finds those of the request, where that takes a while. `answer`: the one to continue."""
         self._forget_old()
-        running = RunningAnswer(owner, answer)
+        running = RunningAnswer(owner, api, body, messages, answer)
         self._answers[running.id] = running
-        running.begin(api, body, messages)
         return running
 
     def get(self, owner: str, answer_id: str) -> RunningAnswer | None:
