@@ -5,7 +5,6 @@ model stays at least until it has ended (the gate lets go of it), so no unload e
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import time
@@ -27,8 +26,7 @@ from cumulo.serve.service import HELD_SERVICE, Service, not_served
 log = logging.getLogger(__name__)
 
 LET_GO = "let_go"  # in a request's state: what ends its hold of a model
-_LOOK_S = 1.0  # between two looks for models that nobody uses
-_REFRESH_LOOKS = 5  # and every so many for those that were pulled meanwhile
+_LOOK_S = 1.0  # between two looks for models that nobody uses, and for those that were pulled meanwhile
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 
@@ -147,13 +145,13 @@ class ModelTable:
         """The model of this name, or of the adapter's name; raises ApiError where the server has several and none
         of this name. None: the endpoints say what is wrong."""
         short = name.removesuffix(_LATEST)
-        if self.several and short not in self.rows:
-            self.refresh()
         for known in (name, short):
-            if (row := self.listed.get(known)) is not None:
-                return row
             if self.first.adapters.named(known) is not None:
                 return self._first_row
+            if known not in self.rows:
+                self.refresh()
+            if (row := self.rows.get(known)) is not None and not row.removed:
+                return row
         if self.several:
             raise not_served(name, [*self.listed, *self.first.adapters.served])
         return None
@@ -163,13 +161,12 @@ class ModelTable:
         asked = getattr(body, "model", None)
         if not isinstance(asked, str) or not getattr(body, "loads_model", True):
             return
-        row = self.named(asked)
-        if row is None:
+        if (row := self.named(asked)) is None:
             return
-        if asked != row.name and asked.removesuffix(_LATEST) == row.name:
+        if asked.removesuffix(_LATEST) == row.name:
             body.model = row.name
+        keep_s = getattr(body, "keep_s", None)
         if self.several:
-            keep_s = getattr(body, "keep_s", None)
             row.keep_s = self.keep_s if keep_s is None else keep_s
             await self.hold(row)
             scope["state"] |= {HELD_SERVICE: row.service, LET_GO: lambda: self.let_go(row)}
@@ -259,14 +256,12 @@ class ModelTable:
         await row.service.unload()
         row.state = "unloaded"
         log.info("%s is unloaded", row.name)
-        self.refresh()
         self._turn()
 
     async def _look_for_idle(self) -> None:
-        for looks in itertools.count(1):
+        while True:
             await asyncio.sleep(_LOOK_S)
-            if looks % _REFRESH_LOOKS == 0:
-                self.refresh()
+            self.refresh()
             self._turn()
 
     # -- models -------------------------------------------------------------------------------------------

@@ -96,8 +96,7 @@ class AnswerCall(ModelCall):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],), "width": (0,), "height": (0,),
-        "steps": (0,),
+        "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
     }  # fmt: skip
     instead: ClassVar[dict[str, str]] = {
         "images": "this server reads text only",
@@ -109,13 +108,8 @@ class AnswerCall(ModelCall):
         form: Entry | None = {"type": "json_object"} if self.format else None
         if isinstance(self.format, dict) and self.format:
             form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
-        stream = self.stream is not False
-        options = self.options.fields() if self.options is not None else {}
-        return options | {
-            "model": self.model,
-            "stream": stream,
-            "response_format": form,
-        }
+        fields = self.options.fields() if self.options is not None else {}
+        return fields | {"model": self.model, "stream": self.stream is not False, "response_format": form}
 
     def chat_of(self, messages: list[Entry], param: str, **more: Any) -> ChatRequest:
         fields = self.shared_fields() | more | {
