@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from cumulo.console.chat.answer_view import small_button
 from cumulo.console.shell import asked
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.serve.api.openai.schemas import MAX_TOOLS, Tool
+from cumulo.serve.api.openai.asked_form import MAX_TOOLS, Tool
 
 _TOOLS = TypeAdapter(list[Tool])
 _CHOICES = {"auto": "Model decides", "required": "Must call one", "none": "May not call"}

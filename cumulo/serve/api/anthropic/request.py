@@ -10,21 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from cumulo.serve.api.openai.conversation import as_chat_request, text_of
-from cumulo.serve.api.openai.schemas import (
-    MAX_MESSAGES,
-    MAX_PARTS,
+from cumulo.serve.api.openai.asked_form import (
     MAX_STOP_STRINGS,
     MAX_TOOLS,
-    ChatRequest,
     Description,
     FunctionName,
-    Label,
     Schema,
     StopString,
-    Temperature,
-    TopP,
 )
+from cumulo.serve.api.openai.conversation import as_chat_request, text_of
+from cumulo.serve.api.openai.schemas import MAX_MESSAGES, MAX_PARTS, ChatRequest, Label, Temperature, TopP
 from cumulo.serve.bodies.strict import Strict, kind_of, of_type
 from cumulo.serve.errors import NO_THREADS, invalid
 

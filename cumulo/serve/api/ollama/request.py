@@ -10,19 +10,9 @@ from pydantic import Field
 
 from cumulo.base.quantities import parse_duration_s
 from cumulo.errors import ConfigError
+from cumulo.serve.api.openai.asked_form import MAX_CALLS, MAX_STOP_STRINGS, MAX_TOOLS, Schema, StopString
 from cumulo.serve.api.openai.conversation import as_chat_request
-from cumulo.serve.api.openai.schemas import (
-    MAX_CALLS,
-    MAX_MESSAGES,
-    MAX_STOP_STRINGS,
-    MAX_TOOLS,
-    ChatRequest,
-    CompletionRequest,
-    Schema,
-    StopString,
-    Temperature,
-    TopP,
-)
+from cumulo.serve.api.openai.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest, Temperature, TopP
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.errors import invalid
 

@@ -13,16 +13,9 @@ from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.grammar import json_schema_text
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.serve.api.openai.asked_form import AllowedTools, NamedTool, ResponseFormat, Tool, literal
 from cumulo.serve.api.openai.conversation import template_tools, text_of
-from cumulo.serve.api.openai.schemas import (
-    AllowedTools,
-    ChatRequest,
-    CompletionRequest,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-    literal,
-)
+from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest
 from cumulo.serve.errors import invalid
 from cumulo.serve.formats.events import Event, Text, ToolCallArguments, ToolCallStart
 from cumulo.serve.formats.forcing import after_thoughts, tool_guide

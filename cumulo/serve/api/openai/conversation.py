@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from cumulo.serve.api.openai.schemas import ChatRequest, Message, Tool, ToolCall
+from cumulo.serve.api.openai.asked_form import Tool, ToolCall
+from cumulo.serve.api.openai.schemas import ChatRequest, Message
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.formats.forcing import describe_tools
 from cumulo.serve.formats.tool_calls import HERMES_CLOSE, HERMES_OPEN

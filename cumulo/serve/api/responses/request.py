@@ -10,19 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter, model_validator
 
 from cumulo.serve.api.openai.answer_form import check_form
+from cumulo.serve.api.openai.asked_form import MAX_TOOLS, AnswerFormat, CalledFunction, Function, SchemaFields
 from cumulo.serve.api.openai.conversation import as_chat_request, text_of
 from cumulo.serve.api.openai.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     TEXT_ONLY,
-    AnswerFormat,
-    CalledFunction,
     ChatRequest,
-    Function,
     Label,
     ReasoningEffort,
-    SchemaFields,
     Temperature,
     TopP,
 )
