@@ -132,11 +132,11 @@ def test_the_schedules_go_up_and_end_where_they_should() -> None:
     assert shares[:11] == sorted(shares[:11])
     assert shares[10] == 1.0
     assert shares[10:] == sorted(shares[10:], reverse=True)
-    assert math.isclose(shares[-1], 0.1)
-    assert math.isclose(learning_rate_share(cosine, 54, 99), 0.55)  # half way down
+    assert 0.1 < shares[-1] < 0.101
+    assert math.isclose(learning_rate_share(cosine, 55, 100), 0.55)  # half way down
     stable = ScheduleConfig("wsd", warmup_steps=10, decay_share=0.2, final_share=0.0)
     shares = [learning_rate_share(stable, step, 100) for step in range(100)]
     assert shares[10:80] == [1.0] * 70
     assert 0.4 < shares[90] < 0.5
-    assert shares[-1] == 0.0
+    assert math.isclose(shares[-1], 1 / 21)  # a step at a share of 0 would change nothing
     assert learning_rate_share(ScheduleConfig("constant", warmup_steps=0), 99, 100) == 1.0
