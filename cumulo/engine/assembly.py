@@ -312,7 +312,7 @@ def _complete(
     """Whatever computes: adapters, kernels that are compiled before anybody waits for them, and other engines."""
     if config.max_loras:
         slots, install = engine.scheduler.adapters, player.runner.load_adapter
-        engine.adapters = AdapterStore(files.spec, slots, config.max_lora_rank, install)
+        engine.adapters = AdapterStore(files.spec, slots, config.max_lora_rank, install, files.path)
     if config.device == "cuda":
         if tell is not None:
             tell("compiling GPU kernels (kept for the next start)")

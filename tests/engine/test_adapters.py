@@ -3,6 +3,7 @@ float64; adapters come and go while others are answered."""
 
 import copy
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,13 @@ def test_an_llm_answers_each_prompt_with_the_adapter_it_names(ranked_model: Path
         pytest.raises(CumuloError, match="max_loras"),
     ):
         plain.load_adapter("x", folders["x"])
+
+
+def test_the_model_that_contains_an_adapter_refuses_it(ranked_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(ranked_model, tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", inspect_model(model).spec)
+    with pytest.raises(ModelError, match="already, merged by cumulo train"):
+        LLM(model, lora={"x": adapter}, kv_blocks=40, max_context=64)
 
 
 def test_room_is_made_for_the_adapters_that_are_named(tmp_path: Path) -> None:
