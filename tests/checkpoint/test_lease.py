@@ -67,6 +67,16 @@ def test_of_many_that_come_at_once_one_has_the_run(tmp_path: Path) -> None:
         process.join()
 
 
+def test_a_folder_into_which_nothing_came_goes_with_its_lease(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    take_lease(run).release()
+    assert not run.exists()
+    lease = take_lease(run)
+    (run / "config.yaml").touch()
+    lease.release()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "owner"}
+
+
 def test_a_lease_that_was_released_is_had_at_once_and_old_claims_go(tmp_path: Path) -> None:
     for _ in range(4):
         take_lease(tmp_path).release()

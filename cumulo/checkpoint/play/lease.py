@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
@@ -46,9 +47,11 @@ class Claim:
 
 
 class RunLease:
-    def __init__(self, folder: Path, number: int, claim: Claim, lock: TextIOWrapper, beat_s: float) -> None:
-        """Made by `take_lease`."""
-        self.folder, self.number, self._claim, self._lock = folder, number, claim, lock
+    def __init__(
+        self, folder: Path, number: int, claim: Claim, lock: TextIOWrapper, beat_s: float, made: bool
+    ) -> None:
+        """Made by `take_lease`. `made`: the run's folder came with it."""
+        self.folder, self.number, self._claim, self._lock, self._made = folder, number, claim, lock, made
         self._write, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(beat_s,), name="run-lease", daemon=True)
         self._thread.start()
@@ -68,12 +71,14 @@ class RunLease:
             )
 
     def release(self) -> None:
-        """The next owner need not wait."""
+        """The next owner need not wait. A run's folder into which nothing came goes, too."""
         self._closed.set()
         self._thread.join()
         if self.taken_by is None:
             with contextlib.suppress(OSError):  # its folder may be gone
                 self._put(replace(self._claim, released=True))
+                if self._made and [*self.folder.parent.iterdir()] == [self.folder]:
+                    shutil.rmtree(self.folder.parent)
         self._lock.close()
 
     def _beat(self, every_s: float) -> None:
@@ -102,7 +107,7 @@ def take_lease(
 ) -> RunLease:
     """The run's lease, or a ConfigError that says who has it. `by_force`: its owner is fenced off instead, and a
     process of this machine is waited for."""
-    folder = run_folder / _FOLDER
+    folder, made = run_folder / _FOLDER, not run_folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     machine = _machine()
     lock = (folder / "lock").open("a", encoding="utf-8")
@@ -137,7 +142,7 @@ def take_lease(
     for path in folder.glob("*.json"):  # of whom nobody asks any more
         if int(path.stem) < number:
             path.unlink(missing_ok=True)
-    return RunLease(folder, number + 1, own, lock, beat_s)
+    return RunLease(folder, number + 1, own, lock, beat_s, made)
 
 
 def _machine() -> str:
