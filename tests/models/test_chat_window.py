@@ -43,12 +43,13 @@ def test_the_newest_turn_is_sent_and_what_is_sent_leaves_room_for_the_answer(
 ) -> None:
     window = choose_window(fixed, turns, context, max_tokens)
     assert 0 <= window.first < len(turns)
-    assert window.prompt_tokens == fixed + sum(turns[window.first :])
+    whole = fixed + sum(turns[window.first :])
+    assert window.prompt_tokens == whole or (window.shares and window.prompt_tokens < whole)
     assert 0 < window.answer_tokens <= context // 4
     fits = window.prompt_tokens + window.answer_tokens <= context
     assert fits or window.first == len(turns) - 1, "what does not fit is the newest turn alone"
     if fixed + sum(turns) + window.answer_tokens <= context:
-        assert window.first == 0, "nothing is left out that fits"
+        assert window.first == 0 and not window.shares, "nothing is left out that fits"
 
 
 def test_the_beginning_of_the_prompt_stays_the_same_for_several_questions() -> None:
@@ -56,6 +57,23 @@ def test_the_beginning_of_the_prompt_stays_the_same_for_several_questions() -> N
     assert firsts == sorted(firsts)
     changes = sum(one != other for one, other in itertools.pairwise(firsts))
     assert 0 < changes <= len(firsts) / 4, "each change computes the whole prompt anew"
+
+
+def test_one_long_answer_does_not_drive_out_what_was_said_before_it() -> None:
+    said = [50] * 6
+    for answer in (300, 500, 700, 5_000):
+        window = choose_window(20, [*said, answer, 30], 1000, 200)
+        assert window.first <= 3 and window.prompt_tokens <= 800, answer
+        assert set(window.shares) == ({6} if answer > 390 else set())
+    assert choose_window(20, [*said, 600], 1000, 200).first <= 5, "nor does one long question"
+
+
+def test_a_long_text_of_an_earlier_turn_is_sent_shortened() -> None:
+    long = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "because " * 100}]
+    sent = sent_messages([*long, *TALK[2:3]], ChatWindow(shares={0: 0.25}))
+    assert [one["content"] for one in (sent[0], sent[2])] == ["Why?", "and the dog"]
+    assert 190 < len(sent[1]["content"]) < 205 and sent[1]["content"].endswith(" …")
+    assert long[1]["content"] == "because " * 100, "the conversation itself is not changed"
 
 
 def test_counts_are_those_of_the_prompt(counter: ChatCounter) -> None:

@@ -88,9 +88,11 @@ class ContextView:
             self._bar.props(f"aria-valuemax={self.context} aria-valuenow={window.prompt_tokens}")
             self._words.set_text(f"{window.prompt_tokens:,} of {self.context:,} tokens")
             summarized = conversation.start > 0
-            if window.first:
+            if window.first or window.shares:
                 turns = "turn above is" if window.first == 1 else f"{window.first} turns above are"
-                self._mark(starts[window.first], f"The {turns} no longer sent: the context is full.")
+                left_out = f"The {turns} no longer sent: the context is full. " if window.first else ""
+                short = "Long answers of earlier turns are sent shortened." if window.shares else ""
+                self._mark(starts[window.first], left_out + short)
             elif summarized:
                 self._mark(
                     conversation.start, f"The turns above are sent as a summary: {conversation.summary}"

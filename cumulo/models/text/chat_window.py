@@ -2,13 +2,15 @@
 counts, for the console's chat and `cumulo chat`.
 
 A turn is a question with everything that answers it. The system message and the newest turn are always sent. When
-a turn no longer fits, the oldest ones are left out until the rest takes three quarters of the room: leaving out one
-at a time would change the prompt's beginning with every question, and the prefix cache would never help again.
+a turn no longer fits, the oldest ones are left out until those before it take three quarters of the room that it
+leaves: leaving out one at a time would change the prompt's beginning with every question, and the prefix cache
+would never help again. From then on an earlier turn takes half of the room at most: the longest text of a longer one
+is shortened, so that one long answer does not drive out all that was said before it.
 """
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class ChatWindow:
     first: int = 0  # turn that is sent; the ones before it are left out
     prompt_tokens: int = 0  # of what is sent, all in all
     answer_tokens: int = 0  # kept free for the answer
+    shares: Mapping[int, float] = field(default_factory=dict)  # of turns that are sent shortened
 
 
 def choose_window(
@@ -34,14 +37,19 @@ def choose_window(
     which is promised a quarter of the context at most."""
     answer = min(max_tokens or context, context // 4)
     room = context - answer - fixed_tokens
-    first = sent = 0
+    if (whole := sum(turn_tokens)) <= room:
+        return ChatWindow(0, fixed_tokens + whole, answer)
+    most, last = max(1, room // 2), len(turn_tokens) - 1
+    first = older = 0
     for index, tokens in enumerate(turn_tokens):
-        sent += tokens
-        if sent > room:
-            while first < index and sent > room * 3 // 4:
-                sent -= turn_tokens[first]
+        sent = tokens if index == last else min(tokens, most)
+        if older + sent > room:
+            while first < index and older > (room - sent) * 3 // 4:
+                older -= min(turn_tokens[first], most)
                 first += 1
-    return ChatWindow(first, fixed_tokens + sent, answer)
+        older += sent
+    shares = {n: most / turn_tokens[n] for n in range(first, last) if turn_tokens[n] > most}
+    return ChatWindow(first, fixed_tokens + older, answer, shares)
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Messages]:
@@ -107,7 +115,10 @@ def sent_messages(
     messages: Sequence[Mapping[str, Any]], window: ChatWindow, system: str | None = None, summary: str = ""
 ) -> Messages:
     """What of the messages goes to the model: those of the window, below the system message."""
-    kept = [message for turn in turns_of(messages)[window.first :] for message in turn]
+    kept: Messages = []
+    for number, turn in enumerate(turns_of(messages)):
+        if number >= window.first:
+            kept += _shortened(turn, window.shares.get(number, 1.0))
     if summary and kept:
         kept[0]["content"] = told(summary) + (kept[0].get("content") or "")
     return [{"role": "system", "content": system}, *kept] if system else kept
@@ -136,13 +147,23 @@ def summary_requests(
             asked = [_cut(message, kept) for turn in rest[:count] for message in turn]
             asked.append({"role": "user", "content": _ASK})
             before = summary[: int(len(summary) * kept)]
-            left_out = counter.window(asked, context, summary_tokens(context), summary=before).first
-            if not left_out or kept < 0.01:
+            window = counter.window(asked, context, summary_tokens(context), summary=before)
+            if not (window.first or window.shares) or kept < 0.01:
                 break
             count, kept = (count - 1, kept) if count > 1 else (count, kept / 2)
         summary = (yield sent_messages(asked, ChatWindow(), None, before)).strip()
         rest = rest[count:]
     return summary
+
+
+def _shortened(turn: Messages, share: float) -> Messages:
+    """The turn with the given share of its text: its longest message is cut."""
+    lengths = [len(message.get("content") or "") for message in turn]
+    place = lengths.index(max(lengths))
+    if share < 1.0 and lengths[place]:
+        turn[place] = _cut(turn[place], max(0.0, 1 - (1 - share) * sum(lengths) / lengths[place]))
+        turn[place]["content"] += " …"
+    return turn
 
 
 def _cut(message: Mapping[str, Any], kept: float) -> dict[str, Any]:
