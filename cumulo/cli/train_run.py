@@ -3,13 +3,14 @@
 import math
 import os
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
-from cumulo.base.quantities import quantity
+from cumulo.base.quantities import percent, quantity
 from cumulo.base.report import Row, table, write_json
 from cumulo.checkpoint.play.lease import take_lease
 from cumulo.cli.shared.terminal import err, loading, note, only_json, out, show_report, text_column
@@ -202,7 +203,7 @@ class Display:
         self._mean: float | None = None
         self.bar = Progress(
             text_column("{task.description}", "bold"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TimeRemainingColumn(), text_column("{task.fields[words]}", "dim"),
+            text_column("{task.fields[words]}", "dim"),
             console=err, disable=not err.is_terminal,
         )  # fmt: skip
         self._task: TaskID = self.bar.add_task("preparing", total=None, words="")
@@ -223,6 +224,13 @@ class Display:
             f"documents; {run.device.type} {run.config.dtype}, {peak} GFLOP/s peak ("
             f"{ceiling.source})"
         )
+        tokens = run.packing.length * run.config.batch_sequences
+        passes = self.steps * run.config.batch_sequences / run.packing.samples_per_epoch
+        read = f"them {passes:.2g} times"
+        if passes < 1:
+            read = f"{percent(passes)} of them; --steps {math.ceil(self.steps / passes)} reads all"
+        note(f"{self.steps:,} steps of {tokens:,} tokens read {read}")
+        self._began = (first_step, time.perf_counter())
         self.bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
 
     def step(self, record: TrainRecord, memory_bytes: int) -> None:
@@ -231,6 +239,10 @@ class Display:
         words = (
             f"loss {self._mean:.3f} · {record.tokens_per_s:,.0f} tok/s · {mfu}{memory_bytes / 2**30:.1f} GiB"
         )
+        first_step, began = self._began
+        if left := self.steps - record.step:
+            left_s = left * (time.perf_counter() - began) / max(1, record.step - first_step)
+            words += f" · {quantity(left_s, 's')} left"
         self.bar.update(self._task, completed=record.step, words=words)
         if not err.is_terminal and (record.step % self._every == 0 or record.step in (1, self.steps)):
             note(f"step {record.step}/{self.steps} · loss {record.loss:.4f} · {words.split(' · ', 1)[1]}")

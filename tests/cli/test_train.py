@@ -1,6 +1,8 @@
 """`cumulo train` and `cumulo data` as a user types them."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,10 @@ def test_a_run_reports_and_leaves_a_model_that_answers(cumulo: Run, tmp_path: Pa
     assert len(losses) == 6
     again = cumulo("train", str(config), "--folder", str(tmp_path / "again"), "--json", "-")
     assert json.loads(again.out)["losses"] == losses  # to the last digit
-    answer = cumulo("chat", str(tmp_path / "run" / "model"), "--max-tokens", "4", stdin="a quick")
+    answer = cumulo("chat", str(tmp_path / "run"), "--max-tokens", "4", stdin="a quick")
     assert answer.code == 0, answer.err
+    resumed = cumulo("train", str(config), "--resume")
+    assert "all 6 steps are done already" in resumed.err and "held-out loss" in resumed.out
     refused = cumulo("train", str(config))
     assert refused.code == 2
     assert "already contains checkpoints; resume them with --resume" in refused.err
@@ -48,6 +52,8 @@ def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path)
     ran = cumulo("train", str(config), "--set", "optimizer.learnin_rate=1")
     assert ran.code == 2
     assert "no setting 'learnin_rate'; did you mean 'learning_rate'?" in ran.err
+    ran = cumulo("train", str(tmp_path / "text.txt"), "--set", "optimizer.learnin_rate=1")
+    assert "config.optimizer has no setting 'learnin_rate'" in ran.err
     assert "NAME=VALUE" in cumulo("train", str(config), "--set", "steps").err
     assert "cannot read" in cumulo("train", str(tmp_path / "none.yaml")).err
     assert "contains no run to resume" in cumulo("train", "--resume", "--folder", str(tmp_path)).err
@@ -115,7 +121,7 @@ def test_own_text_and_own_conversations_get_a_configuration(cumulo: Run, tmp_pat
     assert (
         shown["folder"] == "runs/my-book" and shown["model"]["start_from"] is None and shown["lora"] is None
     )
-    assert "360,000 bytes of text in 1 file: 160 steps of 3,072 tokens read it about 4 times" in ran.err
+    assert "360,000 bytes of text in 1 file" in ran.err and shown["steps"] == 160
     assert yaml.safe_load(cumulo("train", str(book), "--steps", "3", "--show-config").out)["steps"] == 3
     ran = cumulo("train", str(chats), "--show-config")
     shown = yaml.safe_load(ran.out)
@@ -129,7 +135,9 @@ def test_own_text_and_own_conversations_get_a_configuration(cumulo: Run, tmp_pat
     assert "no dataset at" in cumulo("train", str(tmp_path / "missing.txt")).err
 
 
-def test_own_text_is_trained_with_a_part_held_out(cumulo: Run, tmp_path: Path) -> None:
+def test_own_text_is_trained_with_a_part_held_out(
+    cumulo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [
         "the",
         "quick",
@@ -151,6 +159,27 @@ def test_own_text_is_trained_with_a_part_held_out(cumulo: Run, tmp_path: Path) -
     small = ("model.hidden=16", "model.layers=1", "model.heads=2", "model.ffn_hidden=32", "data.workers=1")
     sizes = (*small, "data.sequence_length=64", "evaluate_sequences=2")
     changes = [word for setting in sizes for word in ("--set", setting)]
-    ran = cumulo("train", str(book), "--steps", "2", "--folder", str(tmp_path / "run"), *changes)
+    monkeypatch.chdir(tmp_path)
+    ran = cumulo("train", str(book), "--steps", "2", *changes)
     assert ran.code == 0, ran.err
     assert "held-out loss" in ran.out and "nan" not in ran.out
+    rows = int(re.findall(r"([\d,]+) sequences of 64", ran.err)[0].replace(",", ""))
+    assert (
+        f"2 steps of 768 tokens read {2 * 12 / rows:.1%} of them; --steps {math.ceil(rows / 12)} reads"
+        in ran.err
+    )
+    assert re.search(r"step 1/2 · .* left", ran.err) and not re.search(r"step 2/2 · .* left", ran.err)
+    more = cumulo("train", str(book), "--steps", "3", "--resume")
+    assert "the run to resume: runs/book" in more.err and "resuming after step 2" in more.err
+    assert "step 3/3" in more.err
+    missing = cumulo("train", str(tmp_path / "other.txt"), "--resume")
+    assert "--resume finds no run in runs/other: give the run's --folder" in missing.err
+    refused = cumulo("train", str(book), "--model", str(tmp_path / "none"))
+    assert refused.code == 2 and not Path("runs/book-2").exists()
+
+
+def test_data_too_short_for_a_held_out_loss_says_so(cumulo: Run, tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    ran = cumulo("train", str(config), "--set", "data.sequence_length=1500", "--steps", "2")
+    assert "no held-out loss: " in ran.err and "one sequence takes 1,501" in ran.err
+    assert "held-out loss" not in ran.out

@@ -81,6 +81,8 @@ def built_in_model() -> Path:
 
 def _in_folder(folder: Path) -> ModelSource:
     name = folder.resolve().name
+    if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
+        folder = folder / "model"  # of a run of `cumulo train`
     if (folder / "config.json").is_file():
         return ModelSource(folder, "safetensors", name)
     files = sorted(folder.glob("*.gguf"))

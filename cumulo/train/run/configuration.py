@@ -4,7 +4,7 @@ or conversations. `cumulo train` asks."""
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +62,7 @@ def own_data_config(
     files = find_files([str(path) for path in paths])
     kind, text_field = _kind_of_rows(files)
     size = sum(file.stat().st_size for file in files)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", paths[0].resolve().stem)
-    config = builtin_config(folder or free_folder(f"runs/{name}"))
+    config = builtin_config(folder or free_folder(paths))
     if kind == "chat" or model is not None:
         config = replace(
             config, batch_sequences=4, micro_batch=4, model=ModelConfig(start_from=model or "built-in"),
@@ -75,11 +74,7 @@ def own_data_config(
     usual = config.steps if kind == "text" else LEAST_STEPS
     steps = min(max(one_pass, min(usual, MOST_PASSES[kind] * one_pass), LEAST_STEPS), MOST_STEPS)
     what = "conversations" if kind == "chat" else "text"
-    where = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    read = f"it about {steps / one_pass:.2g} times"
-    if steps < one_pass:
-        read = f"{steps / one_pass:.0%} of it; --steps {one_pass} reads all"
-    tell(f"{size:,} bytes of {what} in {where}: {steps:,} steps of {batch_tokens:,} tokens read {read}")
+    tell(f"{size:,} bytes of {what} in {len(files)} file{'s' if len(files) > 1 else ''}")
     schedule = replace(config.schedule, warmup_steps=max(1, min(20, steps // 10)))
     return replace(config, steps=steps, data=data, schedule=schedule)
 
@@ -108,10 +103,23 @@ def _kind_of_rows(files: Sequence[Path]) -> tuple[Literal["text", "chat"], str]:
     return next(iter(kinds)), field
 
 
-def free_folder(name: str = "runs/python") -> str:
-    """`name`, or with a number where earlier runs are."""
-    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(one for one in names if not Path(one).exists())
+def free_folder(paths: Sequence[Path] = ()) -> str:
+    """Where a run on this data goes."""
+    return next(one for one in _folders(paths) if not Path(one).exists())
+
+
+def _folders(paths: Sequence[Path]) -> Iterator[str]:
+    """A name, then with a number, for the runs after the first."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", paths[0].resolve().stem) if paths else "python"
+    return (f"runs/{name}-{number}" if number > 1 else f"runs/{name}" for number in itertools.count(1))
+
+
+def _latest(paths: Sequence[Path]) -> str:
+    made = itertools.takewhile(lambda one: Path(one).exists(), _folders(paths))
+    begun = [one for one in made if (Path(one) / "config.yaml").is_file()]
+    if not begun:
+        raise ConfigError(f"--resume finds no run in {next(_folders(paths))}: give the run's --folder")
+    return begun[-1]
 
 
 def configuration(
@@ -127,7 +135,7 @@ def configuration(
     changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
     if resume and (not paths or not is_configuration(paths[0])):
         if folder is None:
-            raise ConfigError("--resume needs a run to resume: give its --folder or its configuration file")
+            tell(f"the run to resume: {(folder := _latest(paths))}")
         earlier = Path(folder) / "config.yaml"
         if not earlier.is_file():
             raise ConfigError(f"{folder} contains no run to resume: there is no config.yaml in it")
@@ -139,13 +147,13 @@ def configuration(
             raise ConfigError(f"{paths[0]} is a configuration: set model.start_from in it, or with --set")
         return load_config(paths[0], _with_warmup(_planned_warmup(paths[0]), changes, tell))
     if paths:
-        start, where = own_data_config(paths, model, folder, tell), "the configuration for this data"
+        start = own_data_config(paths, model, folder, tell)
     elif model is not None:
         raise ConfigError("--model needs data to train on: name files or folders, such as mytext.txt")
     else:
-        start, where = builtin_config(folder or free_folder()), "the built-in configuration"
+        start = builtin_config(folder or free_folder())
     changes = _with_warmup(start.schedule.warmup_steps, changes, tell)
-    return config_from(yaml.safe_load(config_text(start)), where, changes)
+    return config_from(yaml.safe_load(config_text(start)), changes=changes)
 
 
 def is_configuration(path: Path) -> bool:

@@ -138,6 +138,10 @@ class Trainer:
             self._restore_freshest()
         elif self.memory is not None:
             self.memory.forget()
+        if self.progress.step >= self.config.steps:
+            self.watcher.tell(
+                f"all {self.progress.step:,} steps are done already: a larger number of --steps trains further"
+            )
         self.log = RunLog(self.folder, self.progress.step) if self.lead else None
         several = self.lead and self.config.layout.world > 1
         profile = read_collective_profile(self.config.collective_profile)
@@ -195,11 +199,14 @@ class Trainer:
             self.dataset, length, config.seed, train if config.evaluate_sequences else None
         )
         self.held_out: Packing | None = None
-        if (
-            config.evaluate_sequences
-            and self.dataset.starts[held_out + 1].sum() - self.dataset.starts[held_out].sum() > length
-        ):
+        kept = int(self.dataset.starts[held_out + 1].sum() - self.dataset.starts[held_out].sum())
+        if config.evaluate_sequences and kept > length:
             self.held_out = Packing(self.dataset, length, config.seed, held_out)
+        elif config.evaluate_sequences:
+            self.watcher.tell(
+                f"no held-out loss: {kept:,} tokens are held out, and one sequence takes {length + 1:,}; more data "
+                "or a smaller data.sequence_length gives one"
+            )
         self.forecast = Forecast(config, self.spec, self.device, self.team)
         groups = Groups(config.layout) if self.ranks is None else self.ranks.groups
         start = None if prepared.start is None else dict(prepared.start.decoder.named_parameters())
@@ -244,7 +251,8 @@ class Trainer:
         config, begin, run = self.config, time.perf_counter(), self.model_run
         begun_at = self.progress.step
         self.watcher.begins(self, begun_at)
-        held_out: float | None = None
+        # Of a run that is finished already it is the last one's.
+        held_out = self.log.records[-1].held_out_loss if self.log is not None and self.log.records else None
         stall_s = block_s = 0.0
         loader = self._loader()
         try:
@@ -294,7 +302,7 @@ class Trainer:
                 stall_s, block_s = stall_s + record.data_stall_s, block_s + saved_s
         finally:
             loader.close()
-        finished = self.progress.step == config.steps
+        finished = self.progress.step >= config.steps
         if not finished:
             block_s += self._save([self.store], later=False)
         if self.saver.failed is not None:
