@@ -17,6 +17,7 @@ _LADDERS: tuple[tuple[tuple[float, str], ...], ...] = (
     ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (_MINUTE_S, "min"), (_HOUR_S, "h"), (_DAY_S, "days")),
     tuple((1024.0**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))),
     tuple((1000.0**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))),
+    ((1.0, "FLOP"), (1e9, "GFLOP"), (1e12, "TFLOP"), (1e15, "PFLOP")),
     ((1e-3, "kWh"), (1.0, "MWh"), (1e3, "GWh")),
     ((1.0, "W"), (1e3, "kW"), (1e6, "MW"), (1e9, "GW")),
     ((1.0, "USD"), (1e6, "million USD"), (1e9, "billion USD")),

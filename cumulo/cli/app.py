@@ -46,6 +46,7 @@ _VERBS = {
 # Verbs with verbs of their own: the panel, and what its help says.
 _GROUPS = {
     "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
+    "check": (_CHECK, "Check what jobs run on: whether this node is as fast and as right as it should be."),
     "collective": (
         _NETWORKS,
         "Show, check, run and choose the schedules of collectives: who sends what to whom.",

@@ -198,6 +198,7 @@ class JobFile:
     save_before: str = "60s"  # how long before the time limit the job is asked to save
     elastic: ElasticRange | None = None  # None: always all devices
     restart: RestartRule = field(default_factory=RestartRule)
+    check_nodes: bool = True  # a check of seconds before a gang starts: a node that fails it is cordoned
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)

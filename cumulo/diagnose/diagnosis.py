@@ -3,7 +3,7 @@ and the messages that name a cause. All three are tables in data/causes.yaml."""
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cumulo.base.strict import package_yaml
 from cumulo.diagnose.plain_text import line_of
@@ -12,6 +12,10 @@ from cumulo.diagnose.plain_text import line_of
 def table(name: str) -> Any:
     """The content of a file in data/."""
     return package_yaml("cumulo.diagnose", f"data/{name}")
+
+
+# Watch: only note it. Cordon: the node gets no more tasks. Drain: its jobs leave it, too, after a checkpoint.
+NodeAct = Literal["ignore", "watch", "cordon", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Diagnosis:
     more_steps: tuple[str, ...] = ()  # what to run before the steps of the cause
     ranks: int | None = None
     share: float | None = None  # measured over expected bus bandwidth
+    node: NodeAct = "ignore"  # what a scheduler should do with the node whose text it is
 
     @property
     def title(self) -> str:
@@ -51,7 +56,8 @@ def verdict(named: str, *evidence: str, confidence: str = "", **words: Any) -> D
     own = (entry["evidence"].format(**words),) if "evidence" in entry else ()
     steps = tuple(step.format(**words) for step in entry.get("more_steps", ()))
     confidence = confidence or entry.get("confidence", "high")
-    return Diagnosis(entry["cause"], entry["sentence"].format(**words), (*own, *evidence), confidence, steps)
+    said, act = entry["sentence"].format(**words), entry.get("node", "ignore")
+    return Diagnosis(entry["cause"], said, (*own, *evidence), confidence, steps, node=act)
 
 
 def message_verdict(text: str, measured: bool) -> Diagnosis | None:
@@ -61,6 +67,7 @@ def message_verdict(text: str, measured: bool) -> Diagnosis | None:
         names_part = one.get("with_numbers", False)
         if (names_part or not measured) and (found := re.search(one["pattern"], text)):
             confidence = "low" if one["cause"] == "unknown" else "high" if names_part else "medium"
-            evidence = (f"the text says: {line_of(found)}",)
-            return Diagnosis(one["cause"], one["sentence"], evidence, confidence, tuple(one.get("steps", ())))
+            evidence, steps = (f"the text says: {line_of(found)}",), tuple(one.get("steps", ()))
+            act = one.get("node", "ignore")
+            return Diagnosis(one["cause"], one["sentence"], evidence, confidence, steps, node=act)
     return None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 
-NodeHealth = Literal["ready", "cordoned", "down"]
+NodeHealth = Literal["ready", "cordoned", "draining", "down"]
 Ints = NDArray[Any]
 Flags = NDArray[np.bool_]
 
@@ -18,8 +18,8 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """One machine. Only `ready` nodes get tasks; tasks on a `cordoned` one run on, those on one that is `down`
-    are lost."""
+    """One machine. Only `ready` nodes get tasks; tasks on a `cordoned` one run on, those on a `draining` one leave
+    it after a checkpoint, those on one that is `down` are lost."""
 
     name: str
     gpus: int = 8

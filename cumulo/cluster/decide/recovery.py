@@ -38,6 +38,7 @@ def recovery(
 
 
 REFUSED = 2  # exit code of a command that cannot succeed however often it is tried
+UNHEALTHY = 5  # of a start on a node that failed its check, which cordoned it: nothing of the job has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,15 @@ def after_attempt(end: AttemptEnd, failures: int, most_restarts: int) -> AfterAt
         "was killed" if code is None else f"ended with exit code {code}",
         end.error or "its log says why",
     )
+    if code == UNHEALTHY and failures < most_restarts:
+        return AfterAttempt("again", "a node failed its check before the start; it goes to another one", True)
     if code == REFUSED:
         return AfterAttempt("failed", f"{how}: {why}", counts=True)
     if code is not None and end.step <= end.first_step:
         return AfterAttempt("failed", f"{how} before its first step: {why}", counts=True)
     if failures >= most_restarts:
         return AfterAttempt("failed", f"{how}, after {failures} restarts (restart.most): {why}", counts=True)
+    told = f" ({end.error})" if end.error else ""
     return AfterAttempt(
-        "again", f"{how} after step {end.step}; restarts from its last checkpoint", counts=True
+        "again", f"{how} after step {end.step}{told}; restarts from its last checkpoint", counts=True
     )
