@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from cumulo.base.quantities import percent, quantity
@@ -112,7 +113,12 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     command = [sys.executable, "-m", "cumulo", "train", "--folder", config.folder, "--resume"]
     if json_file is not None:
         command += ["--json", str(json_file)]
-    launch(command, config.layout.world, config.faults.most_restarts, note)
+    plot = Path(config.folder) / "loss.svg"  # the last thing that a run writes
+    before = plot.exists() and plot.stat().st_mtime_ns
+    ended = launch(command, config.layout.world, config.faults.most_restarts, note)
+    if not ended and before == (plot.exists() and plot.stat().st_mtime_ns):
+        note("stopped before the ranks had begun: nothing was trained")
+        raise typer.Exit(130)
 
 
 def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None:

@@ -76,8 +76,9 @@ def check_machine(layout: Layout, device: str) -> None:
         )
 
 
-def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Callable[[str], None]) -> None:
-    """Run `command` as `processes` ranks until all have ended well. Ctrl-C is passed on, and waited for."""
+def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Callable[[str], None]) -> bool:
+    """Run `command` as `processes` ranks until all have ended well. Ctrl-C is passed on, and waited for; then it
+    returns False, because nobody knows what the ranks still did."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -88,9 +89,9 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
     while True:
         try:
             _run_agent(command, processes)
-            return
+            return True
         except SignalException:
-            return  # the ranks have saved and said so
+            return False
         except ChildFailedError as error:
             rank, failure = _cause(error)
             why = f"rank {rank} {_end_of(failure.exitcode)}"

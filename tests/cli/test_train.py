@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cumulo.cli import train_run
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import TrainConfig, config_from, load_config
 from cumulo.train.head.config import read_head_config
@@ -45,6 +46,17 @@ def test_a_run_reports_and_leaves_a_model_that_answers(cumulo: Run, tmp_path: Pa
     refused = cumulo("train", str(config))
     assert refused.code == 2
     assert "already contains checkpoints; resume them with --resume" in refused.err
+
+
+def test_ctrl_c_before_the_ranks_have_begun_is_no_success(
+    cumulo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, changes = configuration(tmp_path), ("--set", "layout.dp=2", "--set", "micro_batch=2")
+    monkeypatch.setattr(train_run, "launch", lambda *_: False)
+    ran = cumulo("train", str(config), *changes)
+    assert ran.code == 130 and "stopped before the ranks had begun: nothing was trained" in ran.err
+    monkeypatch.setattr(train_run, "launch", lambda *_: (tmp_path / "run/loss.svg").write_text("") > 0)
+    assert cumulo("train", str(config), *changes).code == 0
 
 
 def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Ranks that end are started again, or not; of several that ended, the one that began it is named."""
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 
 from cumulo.errors import TrainingError
 from cumulo.ranks.launch import LOST, REFUSED, _cause, launch
+from tests.serve.running_server import wait_for
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,21 @@ REFUSE = (
     "pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).write_text(json.dumps(told))",
     f"sys.exit({REFUSED})",
 )
+
+
+def test_ctrl_c_is_passed_on_and_told_from_an_end(tmp_path: Path, handlers: None) -> None:
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        wait_for(begun.exists, "the rank")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    sleeps = program(f"pathlib.Path({str(begun)!r}).touch()", "time.sleep(600)")
+    assert launch(sleeps, 1, 0, print) is False
+    thread.join()
+    assert launch(program(""), 1, 0, print) is True
 
 
 def test_a_run_that_cannot_go_on_is_not_started_again(tmp_path: Path, handlers: None) -> None:
