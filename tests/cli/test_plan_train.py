@@ -36,6 +36,15 @@ def test_a_plan_is_ranked_explained_and_costed(cumulo: Run) -> None:
     assert {"twice the network", "twice the memory"} <= {change["what"] for change in report["changes"]}
 
 
+def test_a_cpu_is_planned_for_with_its_own_profile_and_as_one(cumulo: Run) -> None:
+    small = ("plan", "train", "qwen3-0.6b", "--batch", "8", "--sequence", "512")
+    (plan,) = json.loads(cumulo(*small, "--device", "cpu", "--json", "-").out)["plans"]
+    flops = 6 * parameter_count(model("qwen3-0.6b")) * 8 * 512
+    assert 0.3 < flops / plan["step_s"] / 7.2e12 < 0.77, "of float32, which a CPU trains in"
+    refused = cumulo(*small)
+    assert refused.code == 2 and "--gpus is missing: say how many h100-sxm the cluster has" in refused.err
+
+
 def test_the_words_on_the_screen_say_what_bounds_the_step_and_what_comes_second(cumulo: Run) -> None:
     ran = cumulo(*SMALL)
     assert ran.code == 0, ran.err

@@ -102,7 +102,9 @@ class PlanTrainOptions:
     where: shared.ClusterOptions = group()
     batches: shared.BatchOptions = shared.BatchOptions()
     how: SoftwareOptions = SoftwareOptions()
-    dtype: str = shared.TRAINING("Number format: bfloat16, float16, float32 or float8.", "bfloat16")
+    dtype: str | None = shared.TRAINING(
+        "Number format: bfloat16, float16, float32 or float8. Default: bfloat16; on a CPU float32.", None
+    )
     optimizer: str = shared.TRAINING("adamw, adamw8bit or muon, as in `cumulo train`.", "adamw")
     offload_optimizer: bool = shared.TRAINING.flag("Keep the optimizer states in host memory.")
     offload_activations: bool = shared.TRAINING.flag(
@@ -192,8 +194,11 @@ def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
     """The job, and its layout where one is given."""
     system = chosen.how.system()
     where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
-    batches = chosen.batches
-    dtype, fixed = system.get("dtype", chosen.dtype), chosen.fixed or system.get("layout")
+    batches, fixed = chosen.batches, chosen.fixed or system.get("layout")
+    catalog = shipped(chosen.catalog_file)
+    cluster = where.cluster(catalog)
+    usual = "float32" if cluster.device.generation == "cpu" else "bfloat16"
+    dtype = system.get("dtype", chosen.dtype) or usual
     for name, value, choices in (
         ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
         ("--expert-exchange", chosen.how.expert_exchange or "once", ("once", "all-to-all")),
@@ -206,10 +211,9 @@ def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
     for name, amount in (("--tokens", chosen.tokens), ("--memory-gib", chosen.memory_gib)):
         if amount is not None and not 0 < amount < float("inf"):
             raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
-    catalog = shipped(chosen.catalog_file)
     goal = TrainGoal(
         catalog.model_or_file(chosen.model),
-        where.cluster(catalog),
+        cluster,
         system.get("batch", batches.batch),
         system.get("sequence", batches.sequence),
         None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),

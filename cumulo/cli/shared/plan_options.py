@@ -1,6 +1,6 @@
 """Options that `cumulo plan`, `cumulo simulate` and `cumulo bench serve` share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -36,15 +36,22 @@ CatalogFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    gpus: int = CLUSTER("Number of GPUs. The plan uses all of them.")
-    device: str | None = CLUSTER("Device, by its name in the catalogue. Default: h100-sxm.", None)
+    gpus: int | None = CLUSTER(
+        "Number of GPUs, of which the plan uses all. Required; for --device cpu the default is 1.", None
+    )
+    device: str | None = CLUSTER(
+        "Device, by its name in the catalogue, in which cpu is a socket of 56 cores. Default: h100-sxm.", None
+    )
     node: str | None = CLUSTER(
         "Node type, by its name in the catalogue. Default: the first one with the device.", None
     )
     fabric: str = CLUSTER("Network fabric, by its name in the catalogue.", "rail-infiniband")
 
     def cluster(self, catalog: Catalog) -> Cluster:
-        return catalog.cluster(self.gpus, self.known_device, self.node, self.fabric)
+        one = catalog.cluster(1, self.known_device, self.node, self.fabric)
+        if self.gpus is None and one.device.generation != "cpu":
+            raise ConfigError(f"--gpus is missing: say how many {one.device.name} the cluster has")
+        return one if self.gpus is None else replace(one, gpus=self.gpus)
 
     @property
     def known_device(self) -> str | None:

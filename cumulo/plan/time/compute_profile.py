@@ -70,9 +70,10 @@ class Profiles:
                 f"there is no profile of the software {software!r}{hint} There are: {', '.join(names)}"
             )
 
-        def distance(name: str) -> tuple[int, int]:
+        def distance(name: str) -> tuple[bool, int, int]:
             profile = self.known[name]
-            return _dtype_distance(profile.dtype, dtype), _device_distance(profile, device)
+            other_kind = (profile.devices == "cpu") != (device.generation == "cpu")
+            return other_kind, _dtype_distance(profile.dtype, dtype), _device_distance(profile, device)
 
         return min(able, key=distance)
 
