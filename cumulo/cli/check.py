@@ -30,7 +30,7 @@ _SCHEDULERS = ("local", "slurm", "kubernetes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class NodeCheckOptions:
     quick: bool = flag("Take seconds: measure for a shorter time, and leave out the all-reduce.")
     against: list[Path] = option(
         "Report (--json) of another node's check to compare with; may be repeated.", ()
@@ -56,7 +56,7 @@ def checks() -> None:
 
 @app.command(epilog=EXAMPLE)
 @takes_options
-def node(chosen: CheckOptions) -> None:
+def node(chosen: NodeCheckOptions) -> None:
     """Check this node: memory bandwidth, a matrix product, an all-reduce with a neighbour, and its log.
 
     Rates are compared with the planner's catalogue (GPUs, without --quick), else with other nodes of the same kind,
