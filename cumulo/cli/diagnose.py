@@ -1,13 +1,15 @@
 """`cumulo diagnose`: what a pasted output says about a network, and what to run next."""
 
 import sys
+import time
 from pathlib import Path
 
 import typer
 
 from cumulo.base.report import Row
+from cumulo.cli.launch import StoreOption
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import marked, only_json, out, present, read_stdin, read_text
+from cumulo.cli.shared.terminal import marked, note, only_json, out, present, read_stdin, read_text
 
 EXAMPLE = "Example: [bold]cumulo diagnose examples/network/slow_all_reduce.txt[/bold]"
 
@@ -18,6 +20,8 @@ def diagnose(
         metavar="FILE",
         help="Output of nccl-tests, perftest or a flight recorder, or an NCCL log; '-': standard input.",
     ),
+    node: str = typer.Option("", help="Node whose log it is: one with a fault is cordoned or drained."),
+    store: StoreOption = None,
     json_file: options.JsonOption = None,
 ) -> None:
     """Name the likely cause of a slow or stuck collective from the output of the usual tools.
@@ -27,7 +31,8 @@ def diagnose(
     """
     from cumulo.diagnose.diagnose import diagnose as judge
 
-    found = judge(read_stdin() if str(file) == "-" else read_text(file))
+    text = read_stdin() if str(file) == "-" else read_text(file)
+    found = judge(text)
     rows = [
         Row("cause", found.cause, note=found.sentence),
         Row("confidence", found.confidence),
@@ -45,3 +50,10 @@ def diagnose(
                 out.print(f"\n{heading}", style="dim")
             for line in lines:
                 out.print(f"  {line}", soft_wrap=not sys.stdout.isatty())
+    if node:
+        from cumulo.cluster.job_store import JobStore, default_store
+        from cumulo.cluster.node_health import NodeHealth, log_signals
+
+        for signal in log_signals(node, text, time.time()):
+            act, _ = NodeHealth(JobStore(store or default_store())).tell(signal)
+            note(f"{node}: {act}")

@@ -115,6 +115,14 @@ def test_a_wrong_product_drains_the_node(
     assert done.code == 1 and "n1: drain: a matrix product on the CPU is wrong" in done.err
 
 
+def test_a_verdict_on_a_nodes_log_reaches_the_scheduler(cumulo: Run, tmp_path: Path) -> None:
+    health = NodeHealth(JobStore(tmp_path))
+    for log, act in (("NVRM: Xid (PCI:0000:3b:00): 94, Contained\n", "cordon"), ("CUDA out of memory\n", "")):
+        done = cumulo("diagnose", "-", "--node", f"n{act}", "--store", str(tmp_path), stdin=log)
+        assert done.code == 0 and (f"ncordon: {act}" in done.err) == bool(act)
+    assert {name: one.shown for name, one in health.states().items()} == {"ncordon": "cordoned"}
+
+
 def test_what_cannot_be_is_refused(cumulo: Run, tmp_path: Path) -> None:
     assert "did you mean slurm" in cumulo("check", "node", "--on", "slrum").err
     (tmp_path / "x.json").write_text("{}")
