@@ -31,11 +31,11 @@ def present_device(name: str | None) -> Device:
     raise ConfigError(f"the catalogue contains no device for {name!r}; choose the nearest one with --device")
 
 
-def device_here(seconds: float = 0.1) -> Device:
+def device_here(seconds: float = 0.6) -> Device:
     """This machine's GPU as the catalogue has it, or its CPU, whose arithmetic and memory are measured."""
     if torch.cuda.is_available():
         return present_device(torch.cuda.get_device_name())
-    square, wide, copy = torch.rand(512, 512), torch.zeros(1 << 25), torch.zeros(1 << 25)
+    square, wide, copy = torch.rand(512, 512), torch.zeros(1 << 24), torch.zeros(1 << 24)
     return dataclasses.replace(
         catalog.device("cpu"),
         name="this CPU",

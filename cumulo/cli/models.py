@@ -9,7 +9,7 @@ import typer
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import takes_options
 from cumulo.cli.shared.options import HubOption, JsonOption
-from cumulo.cli.shared.terminal import err, note, present, show_report, text_column, working
+from cumulo.cli.shared.terminal import err, note, present, show_report, text_column, warn_if_busy, working
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.files.pull import DEFAULT_HUB
 
@@ -129,6 +129,7 @@ def show(chosen: ShowModelOptions) -> None:
         raise typer.Exit(1) from None
     ledger = memory.ledger
     parts = ", ".join(f"{one.name} {format_bytes(one.predicted)}" for one in ledger.rows)
+    warn_if_busy()
     with working("measuring this machine"):
         weight_bytes = ledger["weights"].predicted / files.parameters
         prompt, answer, why = _speed(files, weight_bytes, chosen.engine.weights)

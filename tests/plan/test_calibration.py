@@ -2,6 +2,7 @@
 
 import pytest
 
+from cumulo.bench import device_timer
 from cumulo.errors import ConfigError
 from cumulo.plan.time.calibration import Measurement, as_yaml, calibrated, product_constants
 from cumulo.plan.time.compute import BACKWARD_ATTENTION, product_s, rates
@@ -66,6 +67,21 @@ def test_a_written_profile_is_read_again(tmp_path) -> None:
     assert borrowed == ()
     assert profile.matmul_efficiency == pytest.approx(found.matmul_efficiency, rel=5e-3)
     assert profile.devices == "h100-sxm"
+
+
+def test_this_machine_is_measured_for_longer_than_a_disturbance_lasts(monkeypatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.04 if now % 2 < 0.4 else 0.02  # another program takes half of the machine for 0.4 s
+        return now
+
+    monkeypatch.setattr(device_timer.time, "perf_counter", clock)
+    monkeypatch.setattr(device_timer.torch.cuda, "is_available", lambda: False)
+    found = device_timer.device_here()
+    assert found.peak_flops["float32"] == pytest.approx(2 * 512**3 / 0.02)
+    assert found.memory_bytes_per_s == pytest.approx(8 * 2**24 / 0.02)
 
 
 def test_a_measurement_without_time_is_refused() -> None:
