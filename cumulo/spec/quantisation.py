@@ -162,7 +162,8 @@ def _refuse_online_transforms(table: Any) -> None:
     serving, and without them the weights are nonsense."""
     schemes = table.get("config_groups") if isinstance(table, Mapping) else None
     for scheme in schemes.values() if isinstance(schemes, Mapping) else ():
-        for one in scheme.get("apply") or () if isinstance(scheme, Mapping) else ():
+        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for one in applied if isinstance(applied, list) else ():
             location = one.get("location") if isinstance(one, Mapping) else one
             if location not in ("weight_input", "weight_output"):
                 raise ModelError(
@@ -177,7 +178,7 @@ def _compressed_group(table: Mapping[str, Any], group: Any) -> Quantisation:
         raise ModelError("config.json: a compressed-tensors group says nothing about its weights")
     name = group.get("format") or table.get("format")
     kind, bits = weights.get("type", "int"), _whole(weights, "num_bits", "compressed-tensors")
-    if name not in _FORMATS or kind not in ("int", "float"):
+    if not isinstance(name, str) or name not in _FORMATS or kind not in ("int", "float"):
         raise ModelError(
             f"the weights are stored as compressed-tensors {name!r}; known: {', '.join(_FORMATS)}"
         )

@@ -1,5 +1,8 @@
 """Storage formats: written and read again, and read from bits that were laid out by hand."""
 
+import copy
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -268,3 +271,39 @@ def test_tensors_that_do_not_fit_the_configuration_are_refused_by_name() -> None
         stored_matrices(replace(how, act_order=True), [place], unordered)
     with pytest.raises(ModelError, match="groups of 48 do not divide"):
         stored_matrices(Quantisation("gptq", 4, "group", 48), [place], right)
+
+
+ODD: tuple[object, ...] = (
+    None, -1, 0, 1 << 40, 1.5, float("nan"), "x", [], {}, True, [[1]], [0, 0], [-1, 128], {"a": []},
+)  # fmt: skip
+
+
+def paths(table: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if path:
+        yield path
+    for name, value in table.items() if isinstance(table, dict) else ():
+        yield from paths(value, (*path, name))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *CONFIGS.values(),
+        compressed({"group_size": 32, "strategy": "group"}, transform_config=rotated("weight_input")),
+    ],
+    ids=[*CONFIGS, "compressed-tensors"],
+)
+def test_an_odd_value_anywhere_is_refused_or_understood(config: dict[str, object]) -> None:
+    understood = refused = 0
+    for path, value in itertools.product(paths(config), ODD):
+        changed = place = copy.deepcopy(config)
+        for name in path[:-1]:
+            place = place[name]  # type: ignore[assignment]
+        place[path[-1]] = value
+        try:
+            quantisation_from_config({"quantization_config": changed})
+            understood += 1
+        except ModelError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert understood and refused
