@@ -99,20 +99,12 @@ def show(chosen: ShowModelOptions) -> None:
         from cumulo.base.report import Row
         from cumulo.engine.assembly import predict_memory
         from cumulo.engine.memory.ledger import format_bytes
-        from cumulo.models.files.hub import BUILT_IN_NAME, BUILT_IN_TITLE
+        from cumulo.models.files.hub import files_and_license
         from cumulo.models.files.load import inspect_model
-        from cumulo.models.files.pulled import find_pulled
 
         files = inspect_model(chosen.model)
         config = chosen.engine.config()
-        pulled = find_pulled(chosen.model or "")
-    license_told = (
-        "apache-2.0"
-        if chosen.model in (None, BUILT_IN_NAME, BUILT_IN_TITLE)
-        else pulled.license
-        if pulled
-        else ""
-    )
+        _, license_told = files_and_license(chosen.model)
     types = ", ".join(f"{count} {name}" for name, count in files.tensor_types.items())
     stored = files.quantisation.in_words if files.quantisation is not None else types
     rows = [

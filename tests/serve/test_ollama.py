@@ -13,9 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cumulo.models.files.hub import files_and_license
+from cumulo.serve.api.ollama import models
 from cumulo.serve.api.ollama.request import Conversing, Generating
 from cumulo.serve.bodies.strict import settle_unknown
 from cumulo.serve.errors import ApiError
+from cumulo.serve.model_table import ServedModel
 from tests.models.hub_server import Hub, running_hub
 from tests.serve.running_server import (
     RunningServer,
@@ -60,6 +63,13 @@ def lines(answer: httpx.Response) -> list[dict[str, Any]]:
 
 def names(server: RunningServer, path: str) -> list[str]:
     return [one["model"] for one in server.get(path, headers=HEADERS).json()["models"]]
+
+
+@needs_built_in_model
+def test_the_built_in_model_has_a_date_and_a_license() -> None:
+    entry = models._entry(ServedModel("mine", None, None))
+    assert datetime.fromisoformat(entry["modified_at"]).year > 2020
+    assert files_and_license(None)[1] == files_and_license("built-in")[1] == "apache-2.0"
 
 
 @needs_built_in_model

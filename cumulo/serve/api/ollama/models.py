@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -17,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 
 from cumulo import __version__
 from cumulo.errors import CumuloError, ModelError
+from cumulo.models.files.hub import files_and_license
 from cumulo.models.files.pull import PullProgress, pull
-from cumulo.models.files.pulled import find_pulled, remove_pulled
+from cumulo.models.files.pulled import remove_pulled
 from cumulo.serve.access.keys import require_operator
 from cumulo.serve.api.openai.events import json_response, to_line
 from cumulo.serve.api.openai.schemas_out import OLLAMA_ERRORS, STREAMED_LINES
@@ -85,7 +85,7 @@ async def show(body: NamedModel, request: Request) -> Response:
     told = row.forecast
     if told.problem and not told.format:
         raise invalid(told.problem, "model")
-    service, pulled = await models.service_of(row), find_pulled(row.name)
+    service = await models.service_of(row)
     template, info = service.text.tokenizer.chat_template, service.engine.info
     can = {"completion": True, "embedding": True, "tools": template, "thinking": service.text.formats.thinks}
     defaults = info.generation_defaults if info is not None else {}
@@ -93,7 +93,7 @@ async def show(body: NamedModel, request: Request) -> Response:
         "modelfile": f"FROM {row.name}\n",
         "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
         "template": template.source if template is not None else "",
-        "license": pulled.license if pulled is not None else "",
+        "license": files_and_license(row.model)[1],
         "model_info": {
             "general.architecture": told.family,
             "general.parameter_count": told.parameters,
@@ -169,14 +169,14 @@ async def _described(request: Request) -> ModelTable:
 def _entry(row: ServedModel) -> Item:
     """Ollama's names have a tag, and its clients add one where it is missing."""
     told, name = row.forecast, row.name if ":" in row.name else f"{row.name}:latest"
-    path = Path(row.model or "")
+    path, _ = files_and_license(row.model)
     size = f"{told.parameters / 1e9:.1f}B" if told.parameters >= 1e9 else f"{told.parameters / 1e6:.0f}M"
     return {
         "name": name,
         "model": name,
         "size": told.weight_bytes,
         "digest": hashlib.sha256(f"{row.name} {row.model} {told.weight_bytes}".encode()).hexdigest(),
-        "modified_at": _when(path.stat().st_mtime if row.model and path.exists() else 0.0),
+        "modified_at": _when(path.stat().st_mtime if path.exists() else 0.0),
         "details": {
             "parent_model": "", "format": told.format, "family": told.family, "families": [told.family],
             "parameter_size": size, "quantization_level": told.number_format,
