@@ -7,8 +7,9 @@ import typer
 from cumulo.cli.launch import StoreOption
 from cumulo.cli.shared import options
 from cumulo.cli.shared.terminal import note
+from cumulo.errors import ConfigError
 
-JOBS_EXAMPLE = "Example: [bold]cumulo jobs --all[/bold]"
+JOBS_EXAMPLE = "Example: [bold]cumulo jobs --all[/bold], then `cumulo jobs show tiny`"
 LOGS_EXAMPLE = "Example: [bold]cumulo launch examples/job-train.yaml && cumulo logs tiny -f[/bold]"
 CANCEL_EXAMPLE = "Example: [bold]cumulo launch examples/job-train.yaml && cumulo cancel tiny[/bold]"
 JobArgument = Annotated[
@@ -18,6 +19,14 @@ JobArgument = Annotated[
 
 
 def jobs(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="show JOB | nodes",
+            help="Show one job's attempts: why each ended, and what was lost with it; or the nodes that were "
+            "cordoned, and why.",
+        ),
+    ] = None,
     everything: bool = typer.Option(
         False, "--all", help="Also show all jobs that have ended. Without it: those that failed within a day."
     ),
@@ -28,7 +37,7 @@ def jobs(
     json_file: options.JsonOption = None,
 ) -> None:
     """Show the jobs of all targets: state, placement, why a job waits, predicted next to measured speed."""
-    from cumulo.cli.jobs_report import failed_lately, print_jobs, print_replay
+    from cumulo.cli.jobs_report import failed_lately, print_history, print_jobs, print_nodes, print_replay
     from cumulo.cluster.job_store import JobStore, default_store
     from cumulo.cluster.launching import refreshed
 
@@ -37,10 +46,17 @@ def jobs(
         if not print_replay(kept, json_file):
             raise typer.Exit(1)
         return
+    if words == ["nodes"]:
+        print_nodes(kept, json_file)
+        return
+    if words and (len(words) != 2 or words[0] != "show"):
+        raise ConfigError(f"cumulo jobs {' '.join(words)}: write cumulo jobs, cumulo jobs show JOB or nodes")
     records, troubles = refreshed(kept)
-    print_jobs(
-        [one for one in records if everything or not one.ended or failed_lately(one)], records, json_file
-    )
+    if words:
+        print_history(kept.find(words[1]), json_file)
+    else:
+        shown = [one for one in records if everything or not one.ended or failed_lately(one)]
+        print_jobs(shown, records, json_file)
     for trouble in troubles:
         note(trouble)
 

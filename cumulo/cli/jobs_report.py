@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,9 +16,11 @@ from cumulo.cli.shared.terminal import note, present, unwrapped
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers.command import output_file
+from cumulo.cluster.job_history import ATTEMPT_COLUMNS, attempt_cells, job_attempts, job_history
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.launching import progress_of, refreshed
+from cumulo.cluster.node_health import NodeHealth
 
 _POLL_S, _DAY_S = 0.3, 86_400.0
 
@@ -35,8 +38,19 @@ def print_jobs(records: Sequence[JobRecord], known: Sequence[JobRecord], json_fi
         left = ". `cumulo jobs --all` shows all of them" if len(records) < len(known) else ""
         told = f"No job is waiting or running; ended: {ended}{left}."
         shown.append(unwrapped(told if known else "No jobs yet; `cumulo launch JOB.yaml` submits one."))
-    shown += [unwrapped(f"{one.job_id} ({one.state}): {one.reason}", "dim") for one in records if one.reason]
+    shown += [
+        unwrapped(f"{one.job_id} ({one.state}): {one.reason}{_restarts(one)}", "dim")
+        for one in records
+        if one.reason
+    ]
     present([], json_file, *shown, jobs=[_plain(record) for record in records])
+
+
+def _restarts(record: JobRecord) -> str:
+    times = len(job_attempts(record)) - 1
+    if times < 1:
+        return ""
+    return f"; {times} restart{'' if times == 1 else 's'}: `cumulo jobs show {record.job_id}` says why"
 
 
 def _table(records: Sequence[JobRecord]) -> Table:
@@ -86,6 +100,37 @@ def _plain(record: JobRecord) -> dict[str, object]:
         "places": [[place.node, list(place.gpus)] for place in record.places],
         "phases": [[one.state, one.begin_s, one.end_s] for one in record.phases],
     }
+
+
+def print_history(record: JobRecord, json_file: Path | None) -> None:
+    """Every attempt of a job, and what they come to."""
+    history = job_history(record)
+    unit = f"{history.unit} hours"
+    rows = [
+        Row("attempts", len(history.attempts), "", "lower"),
+        Row("steps repeated", history.steps_repeated, "", "lower"),
+        Row(f"{unit} used", history.device_hours, "h", "lower"),
+        Row(f"{unit} lost", history.lost_device_hours, "h", "lower", note="in no step that counts"),
+    ]
+    shown: list[Any] = [unwrapped(f"{record.job_id} on {record.target}: {record.state}, {record.reason}")]
+    if history.attempts:
+        shown.append(
+            grid([name for name, _ in ATTEMPT_COLUMNS], map(attempt_cells, history.attempts), left=(0, 1))
+        )
+    shown += [unwrapped(f"{one.name}: {one.cause}", "dim") for one in history.attempts if one.cause]
+    attempts = [asdict(one) for one in history.attempts]
+    present(rows, json_file, *shown, unwrapped(str(history)), job=record.job_id, attempts=attempts)
+
+
+def print_nodes(store: JobStore, json_file: Path | None) -> None:
+    """Nodes of which something was heard: what became of them and why, or what brought them back."""
+    states = [one for one in NodeHealth(store).states().values() if one.act != "ignore" or one.back]
+    times = [time.strftime("%F %T", time.localtime(one.since_s or one.back_s)) for one in states]
+    lines = [(one.node, one.shown, one.kind or "–", at) for one, at in zip(states, times, strict=True)]
+    shown: list[Any] = [grid(("node", "state", "signal", "since"), lines, left=range(4))] if states else []
+    shown += [unwrapped(f"{one.node}: {one.reason or one.back}", "dim") for one in states]
+    told = [{**asdict(one), "state": one.shown} for one in states]
+    present([], json_file, *(shown or ["No node was cordoned."]), nodes=told)
 
 
 def print_output(record: JobRecord) -> None:

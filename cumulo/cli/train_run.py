@@ -27,7 +27,7 @@ from cumulo.ranks.launch import (
 )
 from cumulo.train.decide.config import TrainConfig, config_text, known_spec
 from cumulo.train.head.config import HeadConfig
-from cumulo.train.run.log import TrainRecord
+from cumulo.train.run.log import TrainRecord, note_start
 
 if TYPE_CHECKING:
     from cumulo.base.quantities import LedgerLine
@@ -113,9 +113,14 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     command = [sys.executable, "-m", "cumulo", "train", "--folder", config.folder, "--resume"]
     if json_file is not None:
         command += ["--json", str(json_file)]
+
+    def tell(why: str) -> None:
+        note(why)
+        note_start(Path(config.folder), why=why)
+
     plot = Path(config.folder) / "loss.svg"  # the last thing that a run writes
     before = plot.exists() and plot.stat().st_mtime_ns
-    ended = launch(command, config.layout.world, config.faults.most_restarts, note)
+    ended = launch(command, config.layout.world, config.faults.most_restarts, tell)
     if not ended and before == (plot.exists() and plot.stat().st_mtime_ns):
         note("stopped before the ranks had begun: nothing was trained")
         raise typer.Exit(130)

@@ -41,6 +41,7 @@ class JobPhase:
     begin_s: float
     places: tuple[TaskPlace, ...] = ()
     end_s: float | None = None  # None: it lasts
+    ended_by: str = ""  # why it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _changed(record: JobRecord, event: Mapping[str, Any]) -> JobRecord:
     if (changed.state, changed.places) == (record.state, record.places):
         return changed
     now_s = event["time_s"]
-    last = replace(record.phases[-1], end_s=now_s)
+    last = replace(record.phases[-1], end_s=now_s, ended_by=changed.reason)
     begun = () if changed.ended else (JobPhase(changed.state, now_s, changed.places),)
     return replace(changed, phases=(*record.phases[:-1], last, *begun))
 

@@ -15,9 +15,11 @@ from starlette.requests import Request
 from cumulo.base.quantities import quantity
 from cumulo.cluster.drivers.command import output_file, output_tail
 from cumulo.cluster.drivers.local import this_machine
+from cumulo.cluster.job_history import ATTEMPT_COLUMNS, JobHistory, attempt_cells, job_history
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobRecord, JobState, JobStore, Target, default_store
 from cumulo.cluster.launching import cancel, progress_of, refreshed
+from cumulo.cluster.node_health import NodeHealth, NodeState
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.values import actions, heading, table, tile
@@ -52,16 +54,16 @@ class _JobsPage:
         ui.on("job", lambda event: self._act(*map(str, event.args)))
 
     async def tick(self) -> None:
-        records, progress, slots = await asyncio.to_thread(_look)
+        records, progress, slots, closed = await asyncio.to_thread(_look)
         self._tiles.set_content(job_tiles_html(records))
         newest = records[::-1][:_SHOWN]
         self._queue.set_content(queue_html(newest, progress, self._visitor.may_operate))
-        self._map.set_content(map_html([one for one in records if not one.ended], slots))
+        self._map.set_content(map_html([one for one in records if not one.ended], slots, closed))
         self._timeline.set_content(timeline_html(newest, time.time()))
         if self._dialog.value:
-            self._log.set_content(
-                next((log_html(one) for one in records if one.job_id == self._shown_job), "")
-            )
+            shown = [one for one in records if one.job_id == self._shown_job]
+            texts = [await asyncio.to_thread(log_html, one) for one in shown]
+            self._log.set_content("".join(texts))
 
     async def _act(self, what: str, job_id: str) -> None:
         if what == "cancel":
@@ -80,12 +82,13 @@ class _JobsPage:
         await self.tick()
 
 
-def _look() -> tuple[list[JobRecord], dict[str, JobProgress | None], dict[str, int]]:
+def _look() -> tuple[list[JobRecord], dict[str, JobProgress | None], dict[str, int], list[NodeState]]:
     store = JobStore(default_store())
     records, _ = refreshed(store, _ASKED)
     machine = this_machine(store)[0]
     slots = {machine.name: max(machine.gpus, machine.cpu_milli // 1000)} if records else {}
-    return records, {one.job_id: progress_of(one) for one in records[-_SHOWN:]}, slots
+    closed = [one for one in NodeHealth(store).states().values() if one.closed]
+    return records, {one.job_id: progress_of(one) for one in records[-_SHOWN:]}, slots, closed
 
 
 _BADGES = {"running": "running", "queued": "queued", "submitting": "queued", "failed": "error"}
@@ -153,23 +156,42 @@ def log_html(record: JobRecord) -> str:
     begin = f"… cumulo logs {record.job_id} prints all of it\n" if len(text) == _LOG_CHARACTERS else ""
     told = f'<pre class="mono">{escape(begin + text)}</pre>' if text else empty("Nothing is printed yet", "")
     why = escape(f"{record.state}: {record.reason}")
-    return f'{heading(record.job_id)}<p class="soft">{why}</p><div class="tail">{told}</div>'
+    history = history_html(job_history(record))
+    return f'{heading(record.job_id)}<p class="soft">{why}</p>{history}<div class="tail">{told}</div>'
 
 
-def map_html(records: Sequence[JobRecord], slots: Mapping[str, int]) -> str:
-    """A box for each task on each node, in the colour of its job; `slots`: places of nodes that are known whole."""
+def history_html(history: JobHistory) -> str:
+    """The attempts of a job, and why each ended; nothing before the first."""
+    if not history.attempts:
+        return ""
+    columns = [(name, "" if name in ("attempt", "nodes") else "right", tip) for name, tip in ATTEMPT_COLUMNS]
+    columns.append(("why it ended", "why", "What the attempt or its driver said at the end."))
+    rows = [[escape(cell) for cell in (*attempt_cells(one), one.cause or "–")] for one in history.attempts]
+    return f'{table(columns, rows)}<p class="soft">{escape(str(history))}</p>'
+
+
+def map_html(
+    records: Sequence[JobRecord], slots: Mapping[str, int], closed: Sequence[NodeState] = ()
+) -> str:
+    """A box for each task on each node, in the colour of its job; `slots`: places of nodes that are known whole;
+    `closed`: nodes that get no tasks, and why."""
     title = heading("Cluster map", "Nodes with the tasks that run there, coloured by job.")
     tasks: dict[str, list[str]] = {node: [] for node in slots}
     for record in records:
         for place in record.places:
             tasks.setdefault(place.node, []).append(record.job_id)
-    if not tasks:
+    if not tasks and not closed:
         return title + empty("No node is in use", "Nodes appear here when a job is placed on them.")
     rows = []
     for node, jobs in sorted(tasks.items()):
         boxes = "".join(_box(job) for job in jobs) + _box("") * max(0, slots.get(node, 0) - len(jobs))
         rows.append(f'<div class="node"><span>{escape(node)}</span><div class="boxes">{boxes}</div></div>')
-    return f'{title}<div class="cluster-map">{"".join(rows)}</div>'
+    told = [
+        f'<p><b>{escape(one.node)}</b> <span class="badge error">{one.shown}</span> since {_clock(one.since_s)}: '
+        f'<span class="why">{escape(one.reason)}</span></p>'
+        for one in closed
+    ]
+    return f'{title}<div class="cluster-map">{"".join(rows)}</div>{"".join(told)}'
 
 
 def _box(job_id: str) -> str:

@@ -21,7 +21,7 @@ def _record(step: int) -> TrainRecord:
 
 
 def test_prometheus_reads_the_last_step_and_the_sums_of_all_collectives() -> None:
-    metrics = TrainMetrics("mine", "127.0.0.1", 0)
+    metrics = TrainMetrics(Path("mine"), "127.0.0.1", 0)
     try:
         for step in (1, 2):
             times = [CollectiveRecord(step, "all_reduce", 4, 1024, 3, 0.5, 2.0, 0.25)]

@@ -1,7 +1,9 @@
 """The `cumulo` command that a job is, wherever it runs, and what it printed. All drivers start it."""
 
+import json
 import re
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,12 +23,39 @@ SERVICE = "the service"  # what a script says is ready, where it stands before s
 
 
 _ATTEMPT = "--- attempt {number} ---"
+ATTEMPTS = "attempts.jsonl"  # in the job's folder: a line where an attempt begins, and one where it ends
+# Who failed first, as the watch for hangs, srun and `cumulo train` say it. Ranks with exit code 3 lost another one.
+_FAILED_FIRST = re.compile(
+    r"(ranks? [\d, ]*\d) held it up|srun: error: (\S+): task (\d+): (?!Exited with exit code 3\b)|"
+    r"(rank \d+) (?:was ended by|ended with)"
+)
 
 
 def mark_attempt(output: Path, number: int) -> None:
     """A line between the output of one attempt and the next."""
     with output.open("a", encoding="utf-8") as stream:
         stream.write(_ATTEMPT.format(number=number) + "\n")
+
+
+def attempts_begun(record: JobRecord) -> int:
+    """The number of attempts that its batch script has written down."""
+    path = Path(record.folder, ATTEMPTS)
+    return path.read_text("utf-8").count('"begin_s"') if path.exists() else 0
+
+
+def end_attempt(folder: Path, cause: str, lost: str = "") -> None:
+    """Write down why a job's last attempt ended, and who failed first: `lost` nodes, or who its output says."""
+    first = lost or failed_first_in(output_tail(folder / "output.log").rpartition("--- attempt ")[2])
+    facts = {"end_s": round(time.time(), 3), "cause": cause, "failed_first": first}
+    with (folder / ATTEMPTS).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(facts) + "\n")
+
+
+def failed_first_in(text: str) -> str:
+    found = _FAILED_FIRST.search(text)
+    if found is None:
+        return ""
+    return f"rank {found[3]} on {found[2]}" if found[3] else found[1] or found[4]
 
 
 def served_url(output: Path, who: str = "") -> str:

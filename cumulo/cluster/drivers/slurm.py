@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cumulo.base.strict import package_yaml
 from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.drivers.command import SERVICE, output_file, served_url
+from cumulo.cluster.drivers.command import SERVICE, attempts_begun, output_file, served_url
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission, run_tool
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
@@ -43,7 +43,11 @@ class SlurmDriver:
         return {"handle": handle, "state": "queued", "reason": _why("None")}
 
     def look(self, record: JobRecord) -> Facts:
-        return self.look_at(record, record.handle)
+        starts = {
+            "attempt": attempts_begun(record),
+            "failures": read_end(Path(record.folder)).get("failures", 0),
+        }
+        return {**self.look_at(record, record.handle), **starts}
 
     def cancel(self, record: JobRecord) -> Facts:
         handle = record.handle or self._existing(record)

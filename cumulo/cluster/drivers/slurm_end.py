@@ -20,7 +20,7 @@ import yaml
 
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
-from cumulo.cluster.drivers.command import last_error
+from cumulo.cluster.drivers.command import end_attempt, last_error
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
 
@@ -31,7 +31,7 @@ _NOTICE_S = 600.0  # Slurm has requeued the job long before
 def main(folder: Path, code: int) -> int:
     job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")), checked=False)
     if code and (lost := lost_nodes()):
-        return _leave_to_slurm(lost, code)
+        return _leave_to_slurm(folder, lost, code)
     before = read_end(folder)
     run = folder / "run" if job.train is None or job.train.folder is None else Path(job.train.folder)
     progress = run_progress(run)
@@ -44,6 +44,7 @@ def main(folder: Path, code: int) -> int:
         "failures": before.get("failures", 0) + after.counts,
     }  # fmt: skip
     write_whole(folder / "end.json", json.dumps(facts).encode())
+    end_attempt(folder, after.reason)
     print(after.reason, flush=True)
     if after.state == "again":
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
@@ -66,9 +67,10 @@ def lost_nodes() -> list[str]:
     return lost
 
 
-def _leave_to_slurm(lost: list[str], code: int) -> int:
+def _leave_to_slurm(folder: Path, lost: list[str], code: int) -> int:
     """Say so, where this user may, and wait to be requeued; who was requeued does not return from here."""
     names = ",".join(lost)
+    end_attempt(folder, f"{names} does not answer", names)
     print(f"{names} does not answer: the job is requeued without it", flush=True)
     subprocess.run(
         ["scontrol", "update", f"NodeName={names}", "State=DOWN", "Reason=slurmd does not answer"],

@@ -37,6 +37,7 @@ def batch_script(record: JobRecord) -> str:
         save_before_s=f"{seconds(job.save_before, 'save_before'):.0f}",
         deadline_s=job.deadline and f"{seconds(job.deadline, 'deadline'):.0f}",
         each=each,
+        devices=job.ranks if job.elastic is None else f"$((SLURM_JOB_NUM_NODES * {job.devices[0].each}))",
         per_node=job.devices[0].per_node or 1,
         python=shlex.quote(sys.executable),
         command=shlex.join(command),

@@ -5,6 +5,8 @@ Numbers are written so that reading them gives the same bits: two runs can be co
 """
 
 import csv
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -73,6 +75,22 @@ def read_log(path: Path) -> list[TrainRecord]:
     return read_records(path, TrainRecord)
 
 
+_STARTS = "starts.jsonl"
+
+
+def note_start(folder: Path, **facts: Any) -> None:
+    """Write down that a run's ranks have started, after which `step` and with which steps to repeat; or `why` they
+    start again."""
+    with (folder / _STARTS).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"time_s": round(time.time(), 3), **facts}) + "\n")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    path = folder / _STARTS
+    whole = path.read_text("utf-8").rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 class RecordFile(Generic[Record]):
     """A CSV file of records that grows line by line."""
 
@@ -102,9 +120,13 @@ class RecordFile(Generic[Record]):
 
 
 class RunLog(RecordFile[TrainRecord]):
-    def __init__(self, folder: Path, after_step: int) -> None:
+    def __init__(self, folder: Path, after_step: int, ranks: int = 1) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        known = read_log(folder / "log.csv")
         super().__init__(folder / "log.csv", TrainRecord, after_step)
+        again = known[len(self.records) :]  # a failed start did these steps, and no checkpoint has them
+        gpu_s = ranks * sum(record.step_s for record in again)
+        note_start(folder, step=after_step, repeated=len(again), repeated_gpu_s=gpu_s)
         self._board: Any = _tensorboard(folder / "tensorboard")
 
     def write(self, record: TrainRecord) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from cumulo.base.chart import Chart, Series, chart_file
 from cumulo.errors import ConfigError
 from cumulo.spec.counting import flops_per_token
 from cumulo.spec.model import ModelSpec
-from cumulo.train.run.log import CollectiveRecord, TrainRecord
+from cumulo.train.run.log import CollectiveRecord, TrainRecord, read_starts
 
 # Speed, MFU and memory of a run, by conventions that are stated here. Used by the trainer.
 #
@@ -132,6 +133,9 @@ STEP_METRICS = {
     "train_tokens_total": ("counter", "Tokens with a loss since the run began."),
     "train_data_stall_seconds_total": ("counter", "Seconds that steps waited for data."),
     "train_checkpoint_block_seconds_total": ("counter", "Seconds that steps waited for checkpoints."),
+    "train_starts_total": ("counter", "Starts of the run's ranks, of this and earlier attempts."),
+    "train_repeated_steps_total": ("counter", "Steps that were done again after a restart."),
+    "train_repeated_gpu_seconds_total": ("counter", "Time of those steps, of all ranks together."),
 }
 COLLECTIVE_METRICS = {
     "train_collective_calls_total": ("counter", "Collectives of the first rank."),
@@ -145,9 +149,12 @@ COLLECTIVE_METRICS = {
 
 
 class TrainMetrics:
-    def __init__(self, run: str, host: str, port: int) -> None:
-        """`port` 0: any free one; `self.port` is it then."""
-        self._run, self._lock = run, threading.Lock()
+    def __init__(self, folder: Path, host: str, port: int) -> None:
+        """`folder`: of the run. `port` 0: any free one; `self.port` is it then."""
+        self._run, self._lock = folder.name, threading.Lock()
+        starts = [one for one in read_starts(folder) if "step" in one]
+        sums = (sum(one[name] for one in starts) for name in ("repeated", "repeated_gpu_s"))
+        self._starts = len(starts), *sums
         self._steps: dict[str, float] = {}
         self._collectives: dict[tuple[str, int], list[float]] = {}
         try:
@@ -167,7 +174,7 @@ class TrainMetrics:
             blocked = steps.get("train_checkpoint_block_seconds_total", 0.0) + record.checkpoint_block_s
             values = (
                 record.step, record.loss, record.gradient_norm, record.step_s, record.tokens_per_s, record.mfu,
-                memory_bytes, record.tokens, stalled, blocked,
+                memory_bytes, record.tokens, stalled, blocked, *self._starts,
             )  # fmt: skip
             self._steps = dict(zip(STEP_METRICS, map(float, values), strict=True))
             for one in collectives:

@@ -142,13 +142,13 @@ class Trainer:
             self.watcher.tell(
                 f"all {self.progress.step:,} steps are done already: a larger number of --steps trains further"
             )
-        self.log = RunLog(self.folder, self.progress.step) if self.lead else None
+        self.log = RunLog(self.folder, self.progress.step, self.team.size) if self.lead else None
         several = self.lead and self.config.layout.world > 1
         profile = read_collective_profile(self.config.collective_profile)
         self.collectives = CollectiveLog(self.folder, self.progress.step, profile) if several else None
         self.metrics: TrainMetrics | None = None
         if self.lead and self.config.metrics_port:
-            self.metrics = TrainMetrics(self.folder.name, self.config.metrics_host, self.config.metrics_port)
+            self.metrics = TrainMetrics(self.folder, self.config.metrics_host, self.config.metrics_port)
             self.watcher.tell(f"metrics: http://{self.config.metrics_host}:{self.metrics.port}/metrics")
         try:
             with StopRequest(self._heard) as stop, self.watch or contextlib.nullcontext():
