@@ -36,7 +36,7 @@ def check_node(
     for _ in range(3):
         with _alone(found):
             tell("memory bandwidth and matrix products")
-            if gpus_here():
+            if gpus_here() and _has_cuda():
                 _gpu_rates(found, seconds, published)
             else:
                 _cpu_rates(found, seconds)
@@ -46,6 +46,12 @@ def check_node(
         if found.wrong or found.disturbed or not again(found):
             break
     return found
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.backends.cuda.is_built())
 
 
 def _cpu_rates(found: NodeCheck, seconds: float) -> None:
@@ -90,11 +96,11 @@ def _gpu_rates(found: NodeCheck, seconds: float, published: bool) -> None:
             if not torch.equal((left @ right) @ thin, left @ (right @ thin)):
                 found.wrong.append(f"a matrix product on GPU {number} is wrong")
         with suppress(ConfigError):  # a device that the catalogue does not know is compared with other nodes
-            known = present_device(name) if published else None
-            if known is not None:
-                share = shipped().find(known, "bfloat16")[0].matmul_efficiency
-                found.published[f"memory bandwidth{of}"] = _COPY_SHARE * known.memory_bytes_per_s
-                found.published[f"matrix product{of}"] = share * known.flops("bfloat16")
+            known = present_device(name)
+            share = shipped().find(known, "bfloat16")[0].matmul_efficiency
+            reached = (_COPY_SHARE * known.memory_bytes_per_s, share * known.flops("bfloat16"))
+            names = (f"memory bandwidth{of}", f"matrix product{of}") if published else ()
+            found.published |= dict(zip(names, reached, strict=False))
 
 
 def _own_all_reduce(found: NodeCheck, seconds: float) -> None:

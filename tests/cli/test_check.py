@@ -121,6 +121,10 @@ def test_a_verdict_on_a_nodes_log_reaches_the_scheduler(cumulo: Run, tmp_path: P
         done = cumulo("diagnose", "-", "--node", f"n{act}", "--store", str(tmp_path), stdin=log)
         assert done.code == 0 and (f"ncordon: {act}" in done.err) == bool(act)
     assert {name: one.shown for name, one in health.states().items()} == {"ncordon": "cordoned"}
+    shown = cumulo("jobs", "nodes", "--store", str(tmp_path), "--json", str(tmp_path / "nodes.json"))
+    assert "ncordon  cordoned  log" in shown.out and "ncordon: Xid 48, 94 or 95" in shown.out
+    assert json.loads((tmp_path / "nodes.json").read_text())["nodes"][0]["state"] == "cordoned"
+    assert "No node was cordoned" in cumulo("jobs", "nodes", "--store", str(tmp_path / "other")).out
 
 
 def test_what_cannot_be_is_refused(cumulo: Run, tmp_path: Path) -> None:

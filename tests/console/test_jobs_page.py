@@ -12,6 +12,7 @@ from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobPhase, JobRecord, JobStore, default_store
+from cumulo.cluster.node_health import NodeState
 from cumulo.console.fleet_page import tiles_html
 from cumulo.console.jobs_page import colour, job_tiles_html, map_html, queue_html, timeline_html
 from cumulo.console.live_page import _LEDGER, _LEDGER_TOLD
@@ -48,6 +49,9 @@ def test_the_map_colours_tasks_by_job_and_shows_free_slots() -> None:
     assert shown.count(colour("tiny-1")) == 2 and shown.count('title="free"') == 2
     assert colour("tiny-1") != colour("tiny-2")
     assert "No node is in use" in map_html([WAITS], {})
+    closed = NodeState("n7", "drain", 100.0, "Xid 79: a GPU <fell> off", "log")
+    told = map_html([WAITS], {}, [closed])
+    assert ">n7</b>" in told and ">draining</span>" in told and "Xid 79: a GPU &lt;fell&gt; off" in told
 
 
 def test_the_timeline_draws_waiting_and_running_of_each_job() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from statistics import median
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
@@ -60,17 +60,10 @@ def chance(here: int, had: int, failed: int, jobs: int, nodes: int) -> float:
     return min(1.0, nodes * ways / comb(jobs, failed))
 
 
-class Placed(Protocol):
-    @property
-    def job_id(self) -> str: ...
-    @property
-    def places(self) -> Sequence[TaskPlace]: ...
-
-
-def drained(nodes: Iterable[ClusterNode], running: Iterable[Placed]) -> list[Eviction]:
+def drained(nodes: Iterable[ClusterNode], running: Mapping[str, Sequence[TaskPlace]]) -> list[Eviction]:
     """The running jobs that leave nodes which are drained."""
     draining = {node.name for node in nodes if node.health == "draining"}
-    found = [(job.job_id, sorted(draining & {place.node for place in job.places})) for job in running]
+    found = ((job, sorted(draining & {place.node for place in places})) for job, places in running.items())
     told = "is drained: the job saves a checkpoint and goes on elsewhere"
     return [Eviction(job, f"{', '.join(bad)} {told}") for job, bad in found if bad]
 
