@@ -25,7 +25,7 @@ LINES_PER_ROOM = {
     "bench": 3_050,
     "checkpoint": 1_450,
     "cli": 7_860,
-    "cluster": 9_700,
+    "cluster": 10_180,
     "collectives": 4_200,
     "console": 5_000,
     "diagnose": 1_900,
@@ -45,7 +45,7 @@ LINES_PER_ROOM = {
     "spec": 2_350,
     "train": 7_950,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_300, 777, 3_900, 55_000
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_800, 779, 3_900, 55_000
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (

@@ -40,7 +40,13 @@ def launch(
         None, help="With --on local: cores that jobs may take together. Default: all."
     ),
     policy: str | None = typer.Option(
-        None, help="With --on local: the policy that places jobs, or FILE.py:FUNCTION. Default: fifo."
+        None,
+        help="With --on local or ray: the policy of the queue, or FILE.py:FUNCTION. It is kept. Default: fifo.",
+    ),
+    quota: list[str] = typer.Option(
+        [],
+        help="With --on local or ray: GPUs that a tenant is guaranteed and may borrow: TENANT=GPUS+BORROWED. It is "
+        "kept; TENANT=none takes it away. Repeat it.",
     ),
     wait: bool = typer.Option(False, "--wait", help="Wait until the job has ended; fail if it fails."),
     out_folder: Path | None = typer.Option(
@@ -55,10 +61,9 @@ def launch(
     """Submit a job: what to train or serve, on how many of which devices. It continues when this command ends."""
     from cumulo.cli.jobs_report import follow
     from cumulo.cluster import launching
-    from cumulo.cluster.decide.policies import policy_named
-    from cumulo.cluster.drivers.local import set_policy, set_slots
     from cumulo.cluster.job_file import read_job
     from cumulo.cluster.job_store import TARGETS, JobStore, default_store
+    from cumulo.cluster.queue_settings import set_policy, set_quotas, set_slots
 
     target = next((one for one in TARGETS if one == on), None)
     if target is None:
@@ -75,15 +80,18 @@ def launch(
         for path in write_manifests(job, out_folder, form):
             out.print(str(path), soft_wrap=True)
         return
-    if dry_run:
-        out.print(launching.explain(job, target, JobStore(store or default_store())), soft_wrap=True)
-        return
+    if (policy or quota) and target not in ("local", "ray"):
+        raise ConfigError(f"--policy and --quota need --on local or ray: {target} has a scheduler of its own")
     kept = JobStore(store or default_store())
+    if dry_run:
+        out.print(launching.explain(job, target, kept), soft_wrap=True)
+        return
     if slots is not None:
         set_slots(kept, slots)
     if policy is not None:
-        policy_named(policy)
-        set_policy(kept, policy)
+        set_policy(kept, policy, target)
+    if quota:
+        set_quotas(kept, quota, target)
     record, is_new = launching.launch(job, target, kept, key)
     if not is_new:
         note(

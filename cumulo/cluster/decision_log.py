@@ -2,8 +2,11 @@
 `replay` asks the policies again and names every decision that would be another one today."""
 
 import dataclasses
+import fcntl
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota, snapshot_of
 
 _GONE = ("nvlink_domain",)
+_NUMBER = re.compile(r"\b\d+(\.\d+)?\b")
 
 
 class DecisionLog:
-    """Written by one process at a time. Turns in which nothing is new are left out."""
+    """Turns in which nothing but times has changed are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._last = path, ""
@@ -28,16 +32,33 @@ class DecisionLog:
             "snapshot": plain_snapshot(snapshot),
             "decisions": plain_decisions(decided),
         }
-        unchanged = json.dumps({**turn, "snapshot": {**turn["snapshot"], "now_s": 0}})
-        if unchanged != self._last:
-            self._last = unchanged
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(turn) + "\n")
+        if (new := _without_times(policy, snapshot, turn["decisions"])) != self._last:
+            self._last = new
+            self._write(json.dumps(turn).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        """A line that a crash cut short goes, and the supervisors of several targets do not mix theirs."""
+        with self.path.open("a+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            end = stream.seek(0, os.SEEK_END)
+            if end and stream.seek(end - 1) is not None and stream.read(1) != b"\n":
+                stream.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+            stream.write(line)
+
+
+def _without_times(policy: str, snapshot: Snapshot, decided: Sequence[Mapping[str, Any]]) -> str:
+    """What must change so that a turn is a new one: a reason that a job waits counts without its numbers."""
+    waits = {one["job_id"]: _NUMBER.sub("", one["reason"]) for one in decided if one["kind"] == "Waits"}
+    places = {name: one.places for name, one in snapshot.running.items()}
+    acts = [one for one in decided if one["kind"] != "Waits"]
+    there = policy, snapshot.nodes, list(snapshot.quotas.values()), [job.job_id for job in snapshot.waiting]
+    return repr((there, places, waits, acts))
 
 
 def replay(path: Path, policy: Callable[[str], Policy]) -> tuple[int, list[str]]:
     """Returns how many turns were replayed, and which decisions differ now."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    whole, _, _ = path.read_text("utf-8").rpartition("\n") if path.exists() else ("", "", "")
+    lines = whole.splitlines()
     differing = []
     for number, line in enumerate(lines, 1):
         turn = json.loads(line)

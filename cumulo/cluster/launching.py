@@ -33,7 +33,7 @@ def driver_for(target: Target, store: JobStore) -> Driver:
     if target == "ray":
         from cumulo.cluster.drivers.ray import RayDriver
 
-        return RayDriver()
+        return RayDriver(store)
     from cumulo.cluster.drivers.kubernetes.driver import KubernetesDriver
 
     return KubernetesDriver()

@@ -19,12 +19,15 @@ _OBJECTS_BYTES = 80 << 20
 
 
 class RayCluster:
-    def __init__(self, port: int | None = None, head_cores: int = 1, workers: int = 3) -> None:
+    def __init__(self, port: int | None = None, head_cores: int = 1, workers: int = 3, gpus: int = 0) -> None:
+        """`gpus`: so many of each node, which are not there, and which Ray gives to actors all the same."""
         from ray.cluster_utils import Cluster
 
+        self._gpus = gpus
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         head: dict[str, Any] = {
             "num_cpus": head_cores, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False,
+            "num_gpus": gpus,
         }  # fmt: skip
         if port is not None:
             head["gcs_server_port"] = port
@@ -37,7 +40,11 @@ class RayCluster:
         return str(self._cluster.address)
 
     def add(self) -> Any:
-        return _patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECTS_BYTES))
+        return _patiently(
+            lambda: self._cluster.add_node(
+                num_cpus=1, num_gpus=self._gpus, object_store_memory=_OBJECTS_BYTES
+            )
+        )
 
     def kill(self, node: Any) -> None:
         """As when its power fails."""

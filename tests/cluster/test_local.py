@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from cumulo.cluster import launching
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers import local_supervisor
-from cumulo.cluster.drivers.local import LocalDriver, set_policy, set_slots
+from cumulo.cluster.drivers.local import LocalDriver
 from cumulo.cluster.drivers.local_supervisor import Supervisor
 from cumulo.cluster.job_file import JobFile, job_from, resolved
 from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.queue_settings import queue_settings, set_policy, set_quotas, set_slots
 from cumulo.errors import ConfigError
 from cumulo.train.run.log import read_log
 from tests.cli.conftest import ROOT
 from tests.serve.running_server import wait_for
+
+ONE_RANK = {"train": {"config": "train-tiny.yaml", "options": ["--set", "layout.dp=1"]}}
 
 
 def job(name: str, count: int = 2, **more: Any) -> JobFile:
@@ -142,6 +146,103 @@ def test_a_policy_of_ones_own_is_one_function_of_the_snapshot(store: JobStore, t
     assert store.find("tiny").reason == "not today"
     with pytest.raises(ConfigError, match="no policy 'fiffo'; did you mean fifo"):
         policy_named("fiffo")
+
+
+def test_jobs_that_end_in_time_are_backfilled_and_a_head_of_unknown_duration_stops_them(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of what runs is predicted from its own steps."""
+    left_s = {"runs": 100.0, "wide": 50.0, "short": 10.0, "long": 500.0}
+    progress = local_supervisor.run_progress
+    monkeypatch.setattr(
+        local_supervisor, "run_progress",
+        lambda folder: replace(progress(folder), steps=1, step_s=left_s[folder.parent.name[:-2]]),
+    )  # fmt: skip
+    set_policy(store, "backfill")
+    launching.launch(job("runs", 1, **ONE_RANK), "local", store)
+    Supervisor(store).turn()
+    for name, count in (("wide", 2), ("long", 1), ("short", 1)):
+        launching.launch(job(name, count, **(ONE_RANK if count == 1 else {})), "local", store)
+    Supervisor(store).turn()
+    assert states(store) == ["running", "queued", "queued", "running"]
+    assert "starts in 100 s at the latest" in store.find("wide").reason
+    assert "would delay wide-1" in store.find("long").reason
+
+
+def test_a_decision_that_cannot_be_is_refused_by_name(store: JobStore, tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from cumulo.cluster.decide.decisions import JobPlacement\n"
+        "from cumulo.cluster.decide.jobs import TaskPlace\n"
+        "def half(snapshot):\n"
+        "    return [JobPlacement(job.job_id, (TaskPlace('here'),)) for job in snapshot.waiting]\n"
+    )
+    set_policy(store, f"{own}:half")
+    launching.launch(job("tiny"), "local", store)
+    Supervisor(store).turn()
+    assert states(store) == ["queued"]
+    assert "tiny-1 gets 1 tasks of a gang of 2" in store.find("tiny").reason
+
+
+def test_a_job_waits_until_those_that_stop_for_it_have_saved(store: JobStore) -> None:
+    """Nothing starts on cores that another job still has, and no other job is stopped meanwhile."""
+    set_policy(store, "priority")
+    launching.launch(job("calm"), "local", store)
+    Supervisor(store).turn()
+    first = Supervisor(store).attempts()[0]
+    wait_for(lambda: first.pid and len(first.processes()) > 1, "the process")
+    os.kill(
+        child := next(pid for pid, above in first.processes().items() if above == first.pid), signal.SIGSTOP
+    )
+    launching.launch(job("urgent", priority=9), "local", store)
+    supervisor = Supervisor(store)
+    for _ in range(3):
+        supervisor.turn()
+        assert states(store) == ["stopping", "queued"]
+    assert "as soon as the jobs that stop for it have saved" in store.find("urgent").reason
+    os.kill(child, signal.SIGCONT)
+    until(store, supervisor, lambda: states(store) == ["queued", "running"], "the urgent job")
+    assert supervisor.attempts()[0].folder.parent.name == "urgent-1"
+
+
+def test_a_supervisor_that_takes_over_a_job_that_stops_queues_it_again(store: JobStore) -> None:
+    """Also one that has done no step: that is no failure of the job."""
+    launching.launch(job("tiny"), "local", store)
+    Supervisor(store).turn()
+    attempt = Supervisor(store).attempts()[0]
+    wait_for(lambda: attempt.pid, "the process")
+    store.change(store.find("tiny"), state="stopping", reason="makes room")
+    attempt.end()
+    supervisor = Supervisor(store)
+    until(store, supervisor, lambda: store.find("tiny").attempt == 2, "its second start")
+    assert store.find("tiny").failures == 0
+
+
+def test_settings_of_the_queue_are_kept_and_wrong_ones_refused(store: JobStore, tmp_path: Path) -> None:
+    set_quotas(store, ["red=4+2", "blue=1"], "ray")
+    set_quotas(store, ["blue=none", "green=3"], "ray")
+    settings = queue_settings(store, "ray")
+    assert [(one.tenant, one.gpus, one.most_gpus) for one in settings.quotas] == [
+        ("red", 4, 6),
+        ("green", 3, 3),
+    ]
+    assert queue_settings(store, "local").quotas == []
+    for wrong in ("red", "red=many", "red=-1"):
+        with pytest.raises(ConfigError, match="write TENANT=GPUS or TENANT=GPUS"):
+            set_quotas(store, [wrong], "ray")
+    with pytest.raises(ConfigError, match="no policy 'fiffo'"):
+        set_policy(store, "fiffo", "ray")
+
+
+def test_a_decision_log_that_a_crash_cut_short_is_written_on(store: JobStore) -> None:
+    launching.launch(job("tiny"), "local", store)
+    Supervisor(store).turn()
+    whole = store.decisions.read_bytes()
+    store.decisions.write_bytes(whole + whole[:40])
+    assert replay(store.decisions, lambda name: policy_named(name).decide) == (1, [])
+    launching.launch(job("second"), "local", store)
+    Supervisor(store).turn()
+    assert replay(store.decisions, lambda name: policy_named(name).decide) == (2, [])
 
 
 @pytest.mark.long

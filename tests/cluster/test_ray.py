@@ -174,7 +174,7 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
         return done
 
     wait_for(lambda: watched(len(read_log(log)) >= 12), "12 steps of the first gang")
-    assert "needs 4 bundles" in look(store, second).reason
+    assert "needs 4 tasks on different nodes" in look(store, second).reason
     cluster.kill(cluster.workers[1])
     wait_for(lambda: watched(store.jobs()[first.job_id].state == "queued"), "the loss of the node")
     assert len(read_log(log)) < 40

@@ -1,13 +1,14 @@
 """A service has as many processes and devices as its ranks need, on every target."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_file import JobFile, job_from
-from cumulo.cluster.job_store import JobRecord
+from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.served_shape import ServerTasks, replica_actor, served_shape, server_tasks
 from cumulo.errors import ConfigError
 
@@ -96,10 +97,11 @@ def test_what_cannot_be_divided_is_refused_with_what_would_work(
         call(service(options, devices, replicas=2))
 
 
-def test_the_dry_run_of_ray_shows_the_devices_of_a_replica() -> None:
+def test_the_dry_run_of_ray_shows_the_devices_of_a_replica(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from cumulo.cluster.drivers.ray import RayDriver
 
     job = service(["--tp", "4"], {"count": 8, "kind": "gpu"}, replicas=2)
-    shown = json.loads(RayDriver().explain(JobRecord("llm-1", "abc", "ray", job, "/j", "/h", 0.0)))
+    record = JobRecord("llm-1", "abc", "ray", job, "/j", "/h", 0.0)
+    shown = json.loads(RayDriver(JobStore(tmp_path)).explain(record))
     assert shown["serve"][1]["ray_actor_options"] == {"num_gpus": 4, "num_cpus": 0}

@@ -21,7 +21,7 @@ from cumulo.cli.shared.terminal import marked, present, save, working
 from cumulo.cli.simulation import cluster_report as view
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.snapshot import TenantQuota
+from cumulo.cluster.decide.quotas import read_quota
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.fill import RULES, fill
 from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, TraceJob, elastic_jobs
@@ -135,7 +135,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
                 interval_s = ROUND_S if pollux else usual_interval_s(policy, len(jobs))
             settings = PlayOptions(
                 interval_s=interval_s,
-                quotas=_quotas(chosen),
+                quotas=tuple(map(read_quota, chosen.quota)),
                 failures=_failures(chosen),
                 seed=chosen.seed,
                 keep_log=chosen.log is not None or bool(chosen.explain),
@@ -227,21 +227,6 @@ def _jobs(chosen: ClusterRunOptions, nodes: list[ClusterNode]) -> list[TraceJob]
         min(node.gpus for node in nodes),
         chosen.steps,
     )
-
-
-def _quotas(chosen: ClusterRunOptions) -> tuple[TenantQuota, ...]:
-    found = []
-    for text in chosen.quota:
-        name, _, size = text.partition("=")
-        own, _, borrowed = size.partition("+")
-        try:
-            amounts = float(own), float(borrowed or 0)
-        except ValueError:
-            amounts = math.nan, math.nan
-        if not all(0 <= amount < math.inf for amount in amounts):
-            raise ConfigError(f"--quota {text}: write TENANT=GPUS or TENANT=GPUS+BORROWED")
-        found.append(TenantQuota(name, *amounts))
-    return tuple(found)
 
 
 def _failures(chosen: ClusterRunOptions) -> FailureRates | None:

@@ -2,6 +2,8 @@
 moment out together: what is evicted or resized stops first, then everything starts.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,14 @@ class Cordon:
 
 
 Decision = JobPlacement | Eviction | Resize | Waits | Cordon
+
+
+def untold_reason(decided: Sequence[Decision]) -> str:
+    """Why a job waits of which a decision says nothing: the policy did not come to it."""
+    waits = (one.job_id for one in decided if isinstance(one, Waits))
+    starts = (one.job_id for one in decided if isinstance(one, JobPlacement))
+    ahead = next(itertools.chain(waits, starts), None)
+    return f"waits behind {ahead}" if ahead else "others run in its place, and the policy stops none of them"
 
 
 def plain(decision: Decision) -> dict[str, Any]:

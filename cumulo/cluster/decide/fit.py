@@ -30,6 +30,12 @@ def tasks_that_fit(job: JobRequest, free: FreeCapacity, nodes: Any = _ALL) -> In
     usable = free.ready[nodes]
     if job.devices:
         usable = usable & free.accepted(job.devices)[nodes]
+    if job.avoid:
+        usable = usable & ~np.isin([node.name for node in free.nodes], job.avoid)[nodes]
+    if job.spread == "apart":
+        fits = np.minimum(fits, 1)
+    elif job.spread == "together":
+        fits = np.where(fits >= job.tasks, fits, 0)
     return np.where(usable, fits, 0)
 
 
@@ -46,7 +52,12 @@ def why_not(job: JobRequest, free: FreeCapacity) -> str:
     each = f"{amount:g} {unit}{'' if amount <= 1 else 's'}"
     kind = f" of {' or '.join(job.devices)}" if job.devices else ""
     tasks = "1 task" if job.tasks == 1 else f"{job.tasks} tasks"
-    return f"the gang needs {tasks} with {each}{kind} each; {slots(job, free)} fit now"
+    out = [node for node in free.nodes if node.health not in ("ready", "down")]
+    closed = "".join(f"; {node.name} is {node.health}" for node in out[:3]) + ", and others are" * (
+        len(out) > 3
+    )
+    where = {"any": "", "apart": " on different nodes", "together": " on one node"}[job.spread]
+    return f"the gang needs {tasks}{where} with {each}{kind} each; {slots(job, free)} fit now{closed}"
 
 
 def pack_gang(job: JobRequest, free: FreeCapacity) -> Places | None:

@@ -1,10 +1,11 @@
 """What is asked for and what runs: jobs as a policy sees them. Traces, job files and drivers write them."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cumulo.errors import ConfigError
 
-GangShape = tuple[int, int, int, int, int, tuple[str, ...]]
+GangShape = tuple[object, ...]
 WHOLE_GPU = 1000  # shares of a GPU are counted in thousandths, as integers, so that sums are exact
 
 
@@ -42,6 +43,8 @@ class JobRequest:
     cpu_milli: int = 0
     memory_mib: int = 0
     devices: tuple[str, ...] = ()  # accepted device names; (): any
+    spread: Literal["any", "apart", "together"] = "any"  # apart: one task per node; together: all on one node
+    avoid: tuple[str, ...] = ()  # nodes where it failed again and again
     tenant: str = "default"
     priority: int = 0  # higher is more urgent
     arrival_s: float = 0.0
@@ -97,6 +100,7 @@ class JobRequest:
         """What its gang asks for: jobs of one shape fit at the same moments, and wait for the same reason."""
         return (
             self.tasks, self.gpus_per_task, self.gpu_milli, self.cpu_milli, self.memory_mib, self.devices,
+            self.spread, self.avoid,
         )  # fmt: skip
 
     def after_run(self, attained_gpu_s: float, predicted_s: float | None) -> "JobRequest":

@@ -2,12 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
+from cumulo.errors import ConfigError
 
 _LITTLE = 1e-9  # rounding errors of GPUs
+
+
+def read_quota(text: str) -> TenantQuota:
+    """`read_quota("research=8+4")`: guaranteed 8 GPUs, and 4 more while others do not use theirs."""
+    name, _, size = text.partition("=")
+    own, _, borrowed = size.partition("+")
+    try:
+        amounts = float(own), float(borrowed or 0)
+    except ValueError:
+        amounts = nan, nan
+    if not all(0 <= amount < inf for amount in amounts):
+        raise ConfigError(f"--quota {text}: write TENANT=GPUS or TENANT=GPUS+BORROWED")
+    return TenantQuota(name, *amounts)
 
 
 @dataclass(slots=True)

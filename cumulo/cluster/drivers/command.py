@@ -2,17 +2,21 @@
 
 import json
 import re
+import shlex
 import sys
 import time
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import yaml
 
+from cumulo.cluster.decide.jobs import SpeedTable
+from cumulo.cluster.decide.recovery import UNHEALTHY
 from cumulo.cluster.job_check import check_job
-from cumulo.cluster.job_settings import JobFile, ServeWork
+from cumulo.cluster.job_settings import ElasticRange, JobFile, ServeWork
 from cumulo.cluster.job_store import JobRecord
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, CumuloError
 from cumulo.train.data.dataset_build import find_files
 from cumulo.train.decide.config import load_config
 from cumulo.train.decide.elastic import fitted
@@ -109,6 +113,22 @@ def work_command(record: JobRecord) -> list[str]:
     return [*python, "serve", *model, *plan, *replicas, "--port", str(serve.port), *serve.options]
 
 
+def check_command(record: JobRecord, *more: str) -> list[str]:
+    """The quick check of the node that a gang is about to start on, which reports to the job's store."""
+    store = str(Path(record.folder).parent)
+    words = ["check", "node", "--quick", "--cordon", "--exit-code", str(UNHEALTHY), "--store", store]
+    without_gpus = ["env", "CUDA_VISIBLE_DEVICES="] if record.job.devices[0].on_cpu else []
+    return [*without_gpus, sys.executable, "-m", "cumulo", *words, *more]
+
+
+def checked(record: JobRecord, command: list[str]) -> list[str]:
+    """The command after the check, unless the job file leaves it out. A check that breaks holds up nobody."""
+    if not record.job.check_nodes:
+        return command
+    script = f'{shlex.join(check_command(record))}; [ $? -ne {UNHEALTHY} ] || exit {UNHEALTHY}; exec "$@"'
+    return ["/bin/sh", "-c", script, "checked", *command]
+
+
 def server_arguments(work: ServeWork) -> list[str]:
     """Of `cumulo serve`, where the cluster starts each replica. A plan's own number of replicas is the cluster's to
     start."""
@@ -136,6 +156,32 @@ def planned_ranks(job: JobFile) -> int:
         return load_config(Path(str(train.source)), changes).layout.world
     assert job.serve is not None
     return job.ranks
+
+
+def speed_table(job: JobFile) -> SpeedTable | None:
+    """How fast an elastic run is with every number of GPUs, in copies of the model that compute at once; None: it
+    is not elastic, or a task of it is more than one GPU."""
+    group, train = job.devices[0], job.train
+    if (
+        job.elastic is None
+        or train is None
+        or group.on_cpu
+        or group.per_node is not None
+        or _is_head(train.source)
+    ):
+        return None
+    return _copies(str(train.source), train.options, job.elastic)
+
+
+@cache
+def _copies(source: str, options: tuple[str, ...], elastic: ElasticRange) -> SpeedTable | None:
+    try:
+        config = load_config(Path(source), dict(_changes(options)))
+        possible = [float(fitted(config, gpus).dp) for gpus in range(elastic.min, elastic.max + 1)]
+    except CumuloError:  # whoever starts it says what is wrong
+        return None
+    copies = (*([0.0] * (elastic.min - 1)), *possible)
+    return SpeedTable(copies, copies)
 
 
 def check_work(job: JobFile, here: bool = False) -> None:

@@ -26,6 +26,9 @@ _END_S = 30.0  # after SIGKILL: a process in the middle of a slow disk's work
 
 
 class Attempt:
+    lost = ""  # this machine loses no nodes
+    failed_on: tuple[str, ...] = ()
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -1,5 +1,6 @@
-"""RayDriver: jobs on a Ray cluster. Each is a detached actor that has the submission key as its name: asking for it
-twice gives the same actor. Inside the cluster runs `ray_job.py` for training and `ray_serve.py` for serving.
+"""RayDriver: jobs on a Ray cluster. Training jobs wait in the store until the cluster's queue places them
+(`ray_queue.py`, `ray_job.py`). A service is a detached actor that has the submission key as its name: asking for it
+twice gives the same actor (`ray_serve.py`).
 """
 
 import contextlib
@@ -13,7 +14,8 @@ from typing import Any
 from cumulo.cluster.drivers.command import output_file, run_folder, server_arguments, work_command
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
 from cumulo.cluster.job_progress import run_progress
-from cumulo.cluster.job_store import JobRecord
+from cumulo.cluster.job_store import JobRecord, JobStore
+from cumulo.cluster.queue_settings import queue_settings
 from cumulo.cluster.served_shape import replica_actor
 from cumulo.errors import ConfigError, CumuloError
 
@@ -24,16 +26,23 @@ _STAYS_S = 24 * 3600
 
 
 class RayDriver:
+    def __init__(self, store: JobStore) -> None:
+        self.store = store
+
     def explain(self, record: JobRecord) -> str:
         _ray()
         if record.job.serve is not None:
             return json.dumps(_service_plan(record), indent=2)
-        from cumulo.cluster.drivers.ray_job import gang_bundles
+        from cumulo.cluster.drivers.ray_job import gang_bundle
+        from cumulo.cluster.drivers.ray_queue import QUEUE, gang_request
 
-        bundles, strategy = gang_bundles(record, record.job.devices[0].tasks)
+        request, settings = gang_request(record, None), queue_settings(self.store, "ray")
         plan: dict[str, Any] = {
-            "actor": actor_name(record), "namespace": NAMESPACE, "lifetime": "detached",
-            "placement_group": {"bundles": bundles, "strategy": strategy},
+            "queue": {"actor": QUEUE, "namespace": NAMESPACE, "store": str(self.store.folder),
+                      "policy": settings.policy, "quota": dict(settings.quota)},
+            "gang": {"tenant": request.tenant, "priority": request.priority, "tasks": request.tasks,
+                     "places": request.spread},
+            "placement_group": {"bundles": [gang_bundle(record)] * request.tasks, "nodes": "as the policy chooses"},
             "each_rank_runs": work_command(record), "output": str(output_file(record)),
         }  # fmt: skip
         return json.dumps(plan, indent=2)
@@ -41,14 +50,15 @@ class RayDriver:
     def submit(self, record: JobRecord) -> Facts:
         if len(record.job.devices) > 1:
             raise ConfigError(f"{record.job.name} asks for several kinds of devices: launch it --on slurm")
-        if record.job.serve is not None:
-            replica_actor(record.job)  # what one node cannot hold is refused here
+        if record.job.serve is None:
+            return {**self._queue(record), "state": "queued", "reason": "waits for the cluster's queue"}
+        replica_actor(record.job)  # what one node cannot hold is refused here
         ray = connected(record)
         from cumulo.cluster.drivers.ray_job import ON_HEAD
+        from cumulo.cluster.drivers.ray_service import ServiceKeeper
 
-        keeper = _keeper_class(record)
         note_submission(record)
-        actor = ray.remote(keeper).options(
+        actor = ray.remote(ServiceKeeper).options(
             name=actor_name(record), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
             max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=ON_HEAD,
         ).remote(record)  # fmt: skip
@@ -56,6 +66,8 @@ class RayDriver:
         return {"handle": actor_name(record), **facts}
 
     def look(self, record: JobRecord) -> Facts:
+        if record.job.serve is None:
+            return self._queue(record)  # it writes down what happens
         if end := _written_end(record):
             self._let_go(record)
             return end
@@ -77,12 +89,37 @@ class RayDriver:
         return facts
 
     def cancel(self, record: JobRecord) -> Facts:
+        if record.job.serve is None:
+            return self._queue(record)
         ray = connected(record)
         with contextlib.suppress(ValueError):
             actor = ray.get_actor(actor_name(record), namespace=NAMESPACE)
             ray.get(actor.cancel.remote(), timeout=_ASK_S)
             return _ask(ray, actor)
         return {"state": "cancelled", "reason": "the Ray cluster does not know the job", "places": ()}
+
+    def _queue(self, record: JobRecord) -> Facts:
+        """Wake the queue of the job's cluster, and start it where it is missing, as after the loss of the head."""
+        ray = connected(record)
+        from cumulo.cluster.drivers.ray_job import ON_HEAD
+        from cumulo.cluster.drivers.ray_queue import QUEUE, RayQueue
+
+        actor: Any = ray.remote(RayQueue)
+        folder = str(self.store.folder)
+        try:
+            queue = actor.options(
+                name=QUEUE, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+                max_task_retries=-1, max_concurrency=4, num_cpus=0, resources=ON_HEAD,
+            ).remote(folder)  # fmt: skip
+            told = ray.get(queue.wake.remote(folder), timeout=_ASK_S)
+        except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
+            disconnect()
+            raise TargetLost(f"the Ray head does not answer ({_first_line(error)})", _kept(record)) from error
+        if "refused" in told:
+            raise ConfigError(told["refused"])
+        if told["trouble"]:
+            raise TargetLost(f"the queue of the Ray cluster fails ({told['trouble']})", "its jobs are kept")
+        return {"handle": told["handle"]}
 
     def _let_go(self, record: JobRecord) -> None:
         """The job has ended, and what was to be known of it is known: its actor may go."""
@@ -119,16 +156,6 @@ def _service_plan(record: JobRecord) -> dict[str, Any]:
 
 def actor_name(record: JobRecord) -> str:
     return f"cumulo-{record.key}-{record.job_id}"
-
-
-def _keeper_class(record: JobRecord) -> Any:
-    if record.job.serve is not None:
-        from cumulo.cluster.drivers.ray_service import ServiceKeeper
-
-        return ServiceKeeper
-    from cumulo.cluster.drivers.ray_job import JobKeeper
-
-    return JobKeeper
 
 
 def _ray() -> Any:

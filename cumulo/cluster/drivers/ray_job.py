@@ -1,29 +1,36 @@
-"""A training job inside a Ray cluster: a keeper, which is a detached actor with the job's key as its name, and one
-actor for each task of the gang, in the bundles of one placement group.
+"""A gang inside a Ray cluster: a keeper, which is a detached actor for one attempt of a training job, and one actor
+for each task, in the bundles of one placement group on the nodes that the queue's policy chose (`ray_queue.py`).
 
-The keeper reserves the whole gang or nothing, starts the ranks, and when a node is lost reserves again and starts
-them from the last checkpoint. If the keeper's own node is lost, Ray starts it again and it does the same.
+The keeper reserves the whole gang or nothing, starts the ranks, and writes down how the attempt ended. If it is
+lost, Ray starts it again, and it plays the same attempt from the last checkpoint.
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cumulo.base.files import write_whole
-from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt, recovery
-from cumulo.cluster.drivers.command import last_error, mark_attempt, output_file, run_folder, work_command
-from cumulo.cluster.job_progress import run_progress
+from cumulo.cluster.decide.recovery import UNHEALTHY
+from cumulo.cluster.drivers.command import check_command, output_file, work_command
 from cumulo.cluster.job_settings import DeviceGroup
 from cumulo.cluster.job_store import JobRecord
 
@@ -31,17 +38,19 @@ ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is los
 _END_WITH_PARENT = (  # PR_SET_PDEATHSIG: SIGKILL
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
-CORDON_AFTER = 2  # failures that began on a node
+GROUPS = "cumulo."  # how the names of our placement groups begin
+ACCELERATOR = "accelerator_type:"  # and those of Ray's resources that name a GPU
 _FOLLOWS = (0, 3, -signal.SIGTERM)  # exit codes of ranks that did not fail first: 3 has lost another one
 _ANSWER_S = 10.0  # a task that does not answer for so long is lost with its node
-_STOP_S = 60.0
-_LOOK_S = 1.0
+_STOP_S, _LOOK_S = 60.0, 1.0
+_RESERVE_S = 60.0  # for places that were free when the policy chose them
 
 
 class GangTask:
     """The ranks of one node, as processes: they end with this actor, however it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: bool) -> None:
+        self._stopped = stopped
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def where(self) -> tuple[str, str, int]:
@@ -58,6 +67,8 @@ class GangTask:
         self, command: list[str], folder: str, output: str, environments: list[dict[str, str]]
     ) -> int:
         """The worst exit code of its ranks."""
+        if self._stopped:
+            return -signal.SIGTERM
         with Path(output).open("ab") as stream:
             for environment in environments:
                 process = await asyncio.create_subprocess_exec(
@@ -68,11 +79,24 @@ class GangTask:
         codes = await asyncio.gather(*(process.wait() for process in self._processes))
         return max(codes, key=abs)
 
+    async def check(self, command: list[str], output: str) -> int:
+        """The exit code of the quick check of this node."""
+        with Path(output).open("ab") as stream:
+            command = ending_with_parent(command)
+            return await (await asyncio.create_subprocess_exec(*command, stdout=stream, stderr=stream)).wait()
+
     async def stop(self) -> None:
         """Ask the ranks to save and end."""
+        self._stopped = True
         for process in self._processes:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
+
+    async def end(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 def ending_with_parent(command: list[str]) -> list[str]:
@@ -91,98 +115,88 @@ def ending_with_parent(command: list[str]) -> list[str]:
 class JobKeeper:
     def __init__(self, record: JobRecord) -> None:
         self.record = record
-        self.facts: dict[str, Any] = {"state": "queued", "reason": "the gang is being reserved", "places": ()}
-        self._cancelled = False
+        self._stopped = False
         self._tasks: list[Any] = []
-        self._failures: dict[str, int] = {}  # of nodes whose ranks failed first, by their id
-        self._nodes: list[str] = []  # of the tasks of this attempt
         self._life = asyncio.ensure_future(self._live())
 
-    async def look(self) -> dict[str, Any]:
-        return self.facts
-
-    async def cancel(self) -> None:
-        self._cancelled = True
-        self._tell(state="stopping", reason="cancelled by its user")
+    async def stop(self) -> None:
+        """Ask the gang to save and end."""
+        self._stopped = True
         for task in self._tasks:
             task.stop.remote()
 
-    def _tell(self, **facts: Any) -> None:
-        self.facts = self.facts | facts
-
     async def _live(self) -> None:
+        if end_file(self.record).exists():  # it was lost after the end, and Ray has started it again
+            return
         try:
-            tasks = self.record.job.devices[0].tasks
-            while not await self._attempt(tasks):
-                tasks = self._size()
+            end = await self._attempt()
+        except ray.exceptions.RayError as error:
+            end = {"lost": _first_line(error)}
         except Exception as error:  # the keeper's own fault: whoever looks must see it
-            self._finish("failed", f"the keeper of the job failed: {type(error).__name__}: {error}")
+            with output_file(self.record).open("a", encoding="utf-8") as stream:
+                stream.write(f"error: the keeper of the job failed: {type(error).__name__}: {error}\n")
+            end = {"code": 1}
+        write_whole(end_file(self.record), json.dumps(end).encode())
 
-    def _size(self) -> int:
-        """With how many tasks to go on, as the recovery policy says; asked again while the gang waits, because Ray
-        notices a lost node later than its ranks do."""
-        job, group = self.record.job, self.record.job.devices[0]
-        progress = run_progress(run_folder(self.record))
-        fitting = _tasks_that_fit(group)
-        elastic = job.elastic
-        least = group.tasks if elastic is None else max(1, elastic.min // group.each)
-        _, tasks, reason = recovery(
-            tasks=group.tasks,
-            least_tasks=least,
-            fitting_tasks=fitting,
-            left_s=progress.left_s,
-            ways=job.restart.ways,
+    async def _attempt(self) -> dict[str, Any]:
+        """Reserve, run, and clean up; how it ended."""
+        remove_groups(group_name(self.record))  # of a keeper that was lost
+        ids = {name: node["NodeID"] for name, node in nodes_by_name().items()}
+        places = [place.node for place in self.record.places]
+        if gone := [name for name in places if name not in ids]:
+            return {"lost": f"{gone[0]} is gone"}
+        gang = placement_group(
+            [gang_bundle(self.record) for _ in places],
+            name=group_name(self.record) + secrets.token_hex(4),
+            bundle_label_selector=[{"ray.io/node-id": ids[name]} for name in places],
         )
-        self._tell(reason=reason)
-        return tasks
-
-    async def _attempt(self, tasks: int) -> bool:
-        """Reserve, run, and clean up; whether the job has ended."""
-        bundles, strategy = gang_bundles(self.record, tasks)
-        gang = placement_group(bundles, strategy, bundle_label_selector=self._avoiding(tasks))
         try:
+            begin_s = time.monotonic()
             while not await asyncio.to_thread(gang.wait, _LOOK_S):
-                self._tell(state="queued", places=(), reason=_why_not(self.record.job.devices[0], tasks))
-                if self._cancelled:
-                    return self._finish("cancelled", "cancelled before it started")
-                if self.record.job.elastic is not None and self._size() != tasks:
-                    return False
-            return await self._run(gang, tasks)
+                if self._stopped:
+                    return {"code": -signal.SIGTERM}
+                if gone := [name for name in places if name not in nodes_by_name()]:
+                    return {"lost": f"{gone[0]} is gone"}
+                if time.monotonic() - begin_s > _RESERVE_S:
+                    return {"lost": f"the places were not free within {_RESERVE_S:.0f} s: others use them"}
+            return await self._run(gang, len(places))
         finally:
+            with contextlib.suppress(TimeoutError):  # nobody is left when the next attempt begins
+                await asyncio.wait_for(asyncio.gather(*map(_ended, self._tasks)), _ANSWER_S)
             for task in self._tasks:
                 ray.kill(task)
-            self._tasks = []
             remove_placement_group(gang)
 
-    async def _run(self, gang: PlacementGroup, tasks: int) -> bool:
+    async def _run(self, gang: PlacementGroup, tasks: int) -> dict[str, Any]:
         record, group = self.record, self.record.job.devices[0]
         actor: Any = ray.remote(GangTask)
         self._tasks = [
             actor.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(gang, placement_group_bundle_index=number),
                 **actor_resources(group),
-            ).remote()
+            ).remote(self._stopped)
             for number in range(tasks)
         ]  # fmt: skip
-        first_step = run_progress(run_folder(record)).step
-        number = self.facts.get("attempt", 0) + 1
-        mark_attempt(output_file(record), number)
-        try:
-            places = await asyncio.gather(*(task.where.remote() for task in self._tasks))
-            self._nodes = [node for node, _, _ in places]
-            shown = tuple(TaskPlace(name) for name in node_names(self._nodes))
-            self._tell(state="running", places=shown, reason="its whole gang is reserved", attempt=number)
-            command = (work_command(record), record.working_folder, str(output_file(record)))
-            runs = [
-                task.run.remote(*command, _environments(group, tasks, place, places))
-                for place, task in enumerate(self._tasks)
+        places = await asyncio.gather(*(task.where.remote() for task in self._tasks))
+        if record.job.check_nodes:
+            checks = [
+                task.check.remote(check_command(record, "--node", place.node), str(output_file(record)))
+                for task, place in zip(self._tasks, record.places, strict=True)
             ]
-            codes = await self._codes(runs)
-        except ray.exceptions.RayError as error:
-            return self._node_lost(str(error).splitlines()[0])
+            if UNHEALTHY in await asyncio.gather(*checks):
+                return {"code": UNHEALTHY}
+        command = (work_command(record), record.working_folder, str(output_file(record)))
+        runs = [
+            task.run.remote(*command, _environments(group, tasks, place, places))
+            for place, task in enumerate(self._tasks)
+        ]
+        codes = await self._codes(runs)
         if codes is None:
-            return self._node_lost("a node does not answer")
-        return self._after(codes, first_step)
+            return {"lost": "a node does not answer"}
+        failed = [
+            place.node for place, code in zip(record.places, codes, strict=True) if code not in _FOLLOWS
+        ]
+        return {"code": max(codes, key=abs), "failed_on": failed}
 
     async def _codes(self, runs: list[Any]) -> list[int] | None:
         """Exit codes of all tasks; None: one of them is lost with its node."""
@@ -202,40 +216,6 @@ class JobKeeper:
                 break
         return [one.result() if one.done() and not one.exception() else 1 for one in tasks]
 
-    def _avoiding(self, tasks: int) -> list[dict[str, str]] | None:
-        """Nodes that failed again and again are cordoned for this job, as the cluster's own policies do."""
-        bad = [name for name, failures in self._failures.items() if failures >= CORDON_AFTER]
-        return [{"ray.io/node-id": f"!in({', '.join(bad)})"}] * tasks if bad else None
-
-    def _node_lost(self, how: str) -> bool:
-        if self._cancelled:
-            return self._finish("cancelled", "cancelled by its user")
-        step = run_progress(run_folder(self.record)).step
-        self._tell(state="queued", places=(), reason=f"a node was lost after step {step} ({how})")
-        return False
-
-    def _after(self, codes: list[int], first_step: int) -> bool:
-        if self._cancelled:
-            return self._finish("cancelled", "cancelled by its user; a training run keeps its checkpoint")
-        progress = run_progress(run_folder(self.record))
-        error = last_error(output_file(self.record))
-        end = AttemptEnd(max(codes, key=abs), progress.finished, progress.step, first_step, error)
-        failures = self.facts.get("failures", 0)
-        after = after_attempt(end, failures, self.record.job.restart.most)
-        for node, code in zip(self._nodes, codes, strict=True):
-            if code not in _FOLLOWS:
-                self._failures[node] = self._failures.get(node, 0) + 1
-        self._tell(failures=failures + after.counts, reason=after.reason)
-        if after.state == "again":
-            self._tell(state="queued", places=())
-            return False
-        return self._finish(after.state, after.reason)
-
-    def _finish(self, state: str, reason: str) -> bool:
-        self._tell(state=state, places=(), reason=reason)
-        write_end(self.record, state, reason)
-        return True
-
 
 def write_end(record: JobRecord, state: str, reason: str) -> None:
     write_whole(Path(record.folder, "end.json"), json.dumps({"state": state, "reason": reason}).encode())
@@ -245,14 +225,36 @@ async def _result(reference: Any) -> Any:
     return await reference
 
 
-def gang_bundles(record: JobRecord, tasks: int) -> tuple[list[dict[str, float]], str]:
+async def _ended(task: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):  # it has ended with its node
+        await task.end.remote()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:160]
+
+
+def end_file(record: JobRecord) -> Path:
+    return Path(record.folder, f"attempt-{record.attempt}", "end.json")
+
+
+def group_name(record: JobRecord, attempt: str = "") -> str:
+    """How the names of the attempt's placement groups begin."""
+    return f"{GROUPS}{record.job_id}.{attempt or record.attempt}."
+
+
+def remove_groups(name: str) -> None:
+    """Remove those whose names begin so: Ray keeps them when a keeper is lost."""
+    for one in placement_group_table().values():
+        if one["name"].startswith(name) and one["state"] != "REMOVED":
+            remove_placement_group(ray.util.get_placement_group(one["name"]))
+
+
+def gang_bundle(record: JobRecord) -> dict[str, float]:
+    """What Ray reserves for one task."""
     group = record.job.devices[0]
-    strategy = record.job.ray.strategy or ("STRICT_SPREAD" if group.per_node else "PACK")
-    kind = {"CPU": group.each} if group.on_cpu else {"GPU": group.each, "CPU": 0.0}
-    bundle = {name: float(amount) for name, amount in kind.items() if amount}
-    if group.kind not in ("cpu", "gpu"):
-        bundle[f"accelerator_type:{group.kind.upper()}"] = 0.001
-    return [dict(bundle) for _ in range(tasks)], strategy
+    bundle = {"CPU" if group.on_cpu else "GPU": float(group.each)}
+    return bundle if group.kind in ("cpu", "gpu") else bundle | {f"{ACCELERATOR}{group.kind.upper()}": 0.001}
 
 
 def actor_resources(group: DeviceGroup) -> dict[str, Any]:
@@ -278,29 +280,11 @@ def _environments(
     ]
 
 
-def _tasks_that_fit(group: DeviceGroup) -> int:
-    """How many tasks fit the nodes that are alive, whoever uses them now."""
-    name = "CPU" if group.on_cpu else "GPU"
-    alive = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
-    if group.per_node:
-        return sum(amount >= group.each for amount in alive)
-    return int(sum(alive)) // group.each
-
-
-def _why_not(group: DeviceGroup, tasks: int) -> str:
-    name = "CPU" if group.on_cpu else "GPU"
-    free = ray.available_resources().get(name, 0)
-    total = ray.cluster_resources().get(name, 0)
-    return (
-        f"the gang needs {tasks} bundles of {group.each} {name} at once; the cluster has {total:g} {name}, "
-        f"{free:g} of them free"
-    )
-
-
-def node_names(node_ids: list[str]) -> list[str]:
-    """Nodes by their address; with the beginning of their id where several share one."""
-    known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    shared = len(set(known.values())) < len(known)
-    return [
-        f"{known.get(name, '?')}/{name[:6]}" if shared else known.get(name, name[:6]) for name in node_ids
-    ]
+def nodes_by_name() -> dict[str, dict[str, Any]]:
+    """The nodes that are alive, by their names; with the beginning of their ids where several share one."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    count = Counter(node["NodeName"] for node in alive)
+    return {
+        name if count[name := node["NodeName"]] == 1 else f"{name}/{node['NodeID'][:6]}": node
+        for node in sorted(alive, key=lambda node: (node["NodeName"], node["NodeID"]))
+    }
