@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from cumulo.errors import ConfigError
 
 if TYPE_CHECKING:
     from cumulo.cluster.decide.health import NodeCheck
+    from cumulo.cluster.node_health import NodeHealth
     from cumulo.diagnose.diagnosis import NodeAct
 
 app = typer.Typer()
@@ -97,11 +99,7 @@ def node(chosen: NodeCheckOptions) -> None:
     text = _log(chosen.log, state.since_s if chosen.uncordon else state.back_s)
     logged = [] if text is None else log_signals(name, text, time.time())
     signals += logged
-    told = (
-        "; ".join(one.text for one in logged)
-        if text is not None
-        else "this user cannot read the kernel's log"
-    )
+    told = "this user cannot read the kernel's log" if text is None else "; ".join(one.text for one in logged)
     rows.append(Row("no fault in the log", not logged or logged[0].asks == "watch", must=True, note=told))
     checks = [{"node": one.node, "device": one.device, "rates": one.rates} for one in found]
     show_report(f"{name}: {found[0].device}", rows, chosen.json_file, checks=checks)
@@ -109,13 +107,13 @@ def node(chosen: NodeCheckOptions) -> None:
     for signal in bad if chosen.cordon else ():
         act, reason = health.tell(signal)
         note(f"{signal.node}: {act}: {reason}")
-        _tell(chosen.on, signal.node, act, reason)
+        _tell(health, chosen.on, signal.node, act, reason)
     if chosen.uncordon and any(one.disturbed for one in found):
         note(f"{name} stays as it is: check it again when it is idle")
     elif chosen.uncordon and state.closed and all(row.ok for row in rows):
         health.bring_back(name, "it passed its check")
         note(f"{name} is back: it passed its check")
-        _tell(chosen.on, name, "ignore", "")
+        _tell(health, chosen.on, name, "ignore")
     if not all(row.ok for row in rows):
         raise typer.Exit(chosen.exit_code if bad else 1)
 
@@ -124,10 +122,8 @@ def _checks_in(path: Path) -> "list[NodeCheck]":
     from cumulo.cluster.decide.health import NodeCheck
 
     try:
-        return [
-            NodeCheck(one["node"], one["device"], one["rates"])
-            for one in json.loads(read_text(path))["checks"]
-        ]
+        found = json.loads(read_text(path))["checks"]
+        return [NodeCheck(one["node"], one["device"], one["rates"]) for one in found]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path} is no report of `cumulo check node --json`") from None
 
@@ -141,21 +137,23 @@ def _log(path: Path | None, since_s: float) -> str | None:
         booted_s = time.time() - float(Path("/proc/uptime").read_text("utf-8").split()[0])
     except (OSError, subprocess.CalledProcessError):
         return None
-    lines = [line[1:].partition("]") for line in done.stdout.splitlines() if line.startswith("[")]
-    return "\n".join(text for stamp, _, text in lines if booted_s + float(stamp) > since_s)
+    lines = re.findall(r"^\[ *(\d+\.\d+)\] (.*)", done.stdout, re.M)
+    return "\n".join(text for stamp, text in lines if booted_s + float(stamp) > since_s)
 
 
-def _tell(scheduler: str, name: str, act: "NodeAct", reason: str) -> None:
-    from cumulo.cluster.node_health import scheduler_words
-
-    words = scheduler_words(scheduler, name, act, reason)
-    if scheduler == "slurm":
+def _tell(health: "NodeHealth", scheduler: str, name: str, act: "NodeAct", reason: str = "") -> None:
+    for words in health.commands(scheduler, name, act, reason):
+        line = shlex.join(words)
+        if scheduler == "kubernetes":
+            note(f"run: {line}")
+            continue
         try:
             done = subprocess.run(words, capture_output=True, text=True, check=False)
-            refused = done.stderr.strip() if done.returncode else ""
+            refused = done.returncode and (done.stderr.strip() or f"exit code {done.returncode}")
         except OSError as error:
-            refused = f"scontrol: {error.strerror}"
-        if refused or done.returncode:
-            note(f"Slurm did not take it ({refused}); an operator runs: {shlex.join(words)}")
-    elif words:
-        note(f"run: {shlex.join(words)}")
+            refused = f"{words[0]}: {error.strerror}"
+        note(
+            f"Slurm refused it ({refused}); an operator runs: {line}"
+            if refused
+            else f"Slurm was told: {line}"
+        )

@@ -104,6 +104,26 @@ class NodeHealth:
         with self.store.locked():
             self._add("passed", **facts, time_s=round(time.time(), 3))
 
+    def commands(self, scheduler: str, node: str, act: NodeAct, reason: str = "") -> list[list[str]]:
+        """With which another scheduler closes a node, or with `ignore` opens it. Slurm lets jobs of a drained node
+        run on: those of the store are asked to save, and queue themselves again."""
+        if scheduler == "kubernetes":
+            verbs = {
+                "cordon": ["cordon"],
+                "drain": ["drain", "--ignore-daemonsets", "--delete-emptydir-data"],
+            }
+            return [["kubectl", *verbs.get(act, ["uncordon"]), node]]
+        if scheduler != "slurm":
+            return []
+        state = ["State=DRAIN", f"Reason={reason[:200]}"] if act in _CLOSED else ["State=RESUME"]
+        there = [
+            one.handle
+            for one in self.store.jobs().values()
+            if act == "drain" and one.target == "slurm" and node in {place.node for place in one.places}
+        ]
+        update = ["scontrol", "update", f"NodeName={node}", *state]
+        return [update, *(["scancel", "--signal=TERM", handle] for handle in there)]
+
     def _heard(self) -> list[HealthSignal]:
         heard: list[HealthSignal] = []
         for event in self._events():
@@ -165,14 +185,3 @@ def end_signals(
     said = f"{job} {how} after step {end.step}: {end.error[:160] or 'its log says why'}"
     by_program = diagnose(tail).cause in _PROGRAMS_OWN
     return [] if by_program else [HealthSignal(node, "failure", said, now_s, job=job)]
-
-
-def scheduler_words(scheduler: str, node: str, act: NodeAct, reason: str = "") -> list[str]:
-    """With which another scheduler closes a node, or with `ignore` opens it; []: it has no words."""
-    if scheduler == "kubernetes":
-        verbs = {"cordon": ["cordon"], "drain": ["drain", "--ignore-daemonsets", "--delete-emptydir-data"]}
-        return ["kubectl", *verbs.get(act, ["uncordon"]), node]
-    if scheduler == "slurm":
-        state = ["State=DRAIN", f"Reason={reason[:200]}"] if act in _CLOSED else ["State=RESUME"]
-        return ["scontrol", "update", f"NodeName={node}", *state]
-    return []

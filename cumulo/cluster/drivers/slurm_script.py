@@ -14,7 +14,14 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from cumulo.cluster.drivers.command import SERVICE, output_file, server_arguments, work_command
+from cumulo.cluster.decide.recovery import UNHEALTHY
+from cumulo.cluster.drivers.command import (
+    SERVICE,
+    check_command,
+    output_file,
+    server_arguments,
+    work_command,
+)
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import seconds
 from cumulo.cluster.job_store import JobRecord
@@ -41,7 +48,11 @@ def batch_script(record: JobRecord) -> str:
         per_node=job.devices[0].per_node or 1,
         python=shlex.quote(sys.executable),
         command=shlex.join(command),
+        check=shlex.join(check_command(record, "--on", "slurm"))
+        if job.check_nodes and len(job.devices) == 1
+        else "",
         SERVICE=SERVICE,
+        UNHEALTHY=UNHEALTHY,
     )
 
 
