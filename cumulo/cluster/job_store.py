@@ -69,9 +69,9 @@ class JobRecord:
         return self.state in ENDED
 
 
-def folded(events: Iterable[Mapping[str, Any]]) -> dict[str, JobRecord]:
-    """All jobs, in the order of submission."""
-    jobs: dict[str, JobRecord] = {}
+def folded(events: Iterable[Mapping[str, Any]], known: Mapping[str, JobRecord]) -> dict[str, JobRecord]:
+    """All jobs, in the order of submission. `known`: as they were before these events."""
+    jobs = dict(known)
     for event in events:
         name = event["job_id"]
         if event["event"] == "submitted":
@@ -121,6 +121,10 @@ class JobStore:
             ) from error
         self.log = self.folder / "log.jsonl"
         self.decisions = self.folder / "decisions.jsonl"
+        self._known: tuple[bytes, dict[str, JobRecord]] = (
+            b"",
+            {},
+        )  # the log as it was read last, and its jobs
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -143,11 +147,16 @@ class JobStore:
             yield True
 
     def events(self) -> list[dict[str, Any]]:
+        return self._events(self._lines())
+
+    def _lines(self) -> bytes:
         """A last line that a crash cut short does not count."""
-        if not self.log.exists():
-            return []
-        whole, _, _ = self.log.read_text("utf-8", errors="replace").rpartition("\n")
-        return [self._event(number, line) for number, line in enumerate(whole.splitlines(), 1)]
+        content = self.log.read_bytes() if self.log.exists() else b""
+        return content[: content.rfind(b"\n") + 1]
+
+    def _events(self, lines: bytes, first: int = 1) -> list[dict[str, Any]]:
+        texts = lines.decode("utf-8", errors="replace").splitlines()
+        return [self._event(number, text) for number, text in enumerate(texts, first)]
 
     def _event(self, number: int, line: str) -> dict[str, Any]:
         try:
@@ -162,7 +171,13 @@ class JobStore:
         )
 
     def jobs(self) -> dict[str, JobRecord]:
-        return folded(self.events())
+        """Only what was appended since the last time is worked out."""
+        lines, (seen, jobs) = self._lines(), self._known
+        if not lines.startswith(seen):
+            seen, jobs = b"", {}
+        jobs = folded(self._events(lines[len(seen) :], 1 + seen.count(b"\n")), jobs)
+        self._known = lines, jobs
+        return dict(jobs)
 
     def find(self, name: str) -> JobRecord:
         """The job of that id; the name of a job file means the last job of that name."""

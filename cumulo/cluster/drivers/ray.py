@@ -34,9 +34,9 @@ class RayDriver:
         if record.job.serve is not None:
             return json.dumps(_service_plan(record), indent=2)
         from cumulo.cluster.drivers.ray_job import gang_bundle
-        from cumulo.cluster.drivers.ray_queue import QUEUE, gang_request
+        from cumulo.cluster.drivers.ray_queue import QUEUE, RayPlayer
 
-        request, settings = gang_request(record, None), queue_settings(self.store, "ray")
+        request, settings = RayPlayer(self.store).request(record, None), queue_settings(self.store, "ray")
         plan: dict[str, Any] = {
             "queue": {"actor": QUEUE, "namespace": NAMESPACE, "store": str(self.store.folder),
                       "policy": settings.policy, "quota": dict(settings.quota)},

@@ -70,15 +70,18 @@ class RayQueue:
     def _live(self) -> None:
         while True:
             self._woken.clear()
-            log, busy = self._supervisor.store.log, True
-            size = log.stat().st_size
+            busy, size = True, self._log_size()
             try:
                 busy = self._supervisor.turn()
                 self._trouble = ""
             except Exception as error:  # whoever looks is told, and the next turn tries again
                 self._trouble = f"{type(error).__name__}: {error}"
-            while not self._woken.wait(_LOOK_S) and not busy and log.stat().st_size == size:
+            while not self._woken.wait(_LOOK_S) and not busy and self._log_size() == size:
                 pass  # nothing to do, and nobody has submitted anything
+
+    def _log_size(self) -> int:
+        log = self._supervisor.store.log
+        return log.stat().st_size if log.exists() else 0
 
 
 def _supervisor(folder: str) -> Supervisor:
@@ -106,7 +109,10 @@ class RayPlayer:
         return tuple(_node(name, node) for name, node in nodes_by_name().items())
 
     def request(self, record: JobRecord, left_s: float | None) -> JobRequest:
-        return gang_request(record, left_s)
+        strategy = record.job.ray.strategy or ("STRICT_SPREAD" if record.job.devices[0].per_node else "PACK")
+        spread: Any = {"STRICT_SPREAD": "apart", "STRICT_PACK": "together"}.get(strategy, "any")
+        request = record.job.request(record.job_id, record.submitted_s, left_s)
+        return replace(request, spread=spread, avoid=_bad_nodes(record))
 
     def attempt(self, record: JobRecord) -> "GangAttempt":
         return GangAttempt(record)
@@ -149,14 +155,6 @@ class RayPlayer:
                 request = JobRequest(f"other work on {name}", 1, gpus, cpu_milli=cpu_milli, tenant="")
                 found.append((replace(request, preemptible=False), name))
         return found
-
-
-def gang_request(record: JobRecord, left_s: float | None) -> JobRequest:
-    """What the policy is asked to place."""
-    strategy = record.job.ray.strategy or ("STRICT_SPREAD" if record.job.devices[0].per_node else "PACK")
-    spread: Any = {"STRICT_SPREAD": "apart", "STRICT_PACK": "together"}.get(strategy, "any")
-    request = record.job.request(record.job_id, record.submitted_s, left_s)
-    return replace(request, spread=spread, avoid=_bad_nodes(record))
 
 
 def _used_by_others(nodes: _Nodes, known: Sequence[_There]) -> _Used:
