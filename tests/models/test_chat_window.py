@@ -76,6 +76,16 @@ def test_a_long_text_of_an_earlier_turn_is_sent_shortened() -> None:
     assert long[1]["content"] == "because " * 100, "the conversation itself is not changed"
 
 
+def test_shortened_turns_leave_room_for_the_answer_wherever_their_tokens_are(counter: ChatCounter) -> None:
+    texts = ("ξ" * 400 + "the cat sat " * 200, "the cat sat " * 300)
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+    talk = [*talk * 4, {"role": "user", "content": "and the dog"}]
+    window = counter.window(talk, 512, 64)
+    sent = sent_messages(talk, window)
+    assert window.shares and len(sent) > 1
+    assert len(counter._tokenizer.render_chat(sent)[1]) <= 512 - 64
+
+
 def test_counts_are_those_of_the_prompt(counter: ChatCounter) -> None:
     prompt = counter._tokenizer.render_chat([{"role": "system", "content": "be brief"}, *TALK])[1]
     counted = counter.window(TALK, 512, 64, system="be brief").prompt_tokens

@@ -4,13 +4,13 @@ counts, for the console's chat and `cumulo chat`.
 A turn is a question with everything that answers it. The system message and the newest turn are always sent. When
 a turn no longer fits, the oldest ones are left out until those before it take three quarters of the room that it
 leaves: leaving out one at a time would change the prompt's beginning with every question, and the prefix cache
-would never help again. From then on an earlier turn takes half of the room at most: the longest text of a longer one
-is shortened, so that one long answer does not drive out all that was said before it.
+would never help again. From then on an earlier turn takes half of the room at most: the longest texts of a longer
+one are shortened, so that one long answer does not drive out all that was said before it.
 """
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,8 +89,16 @@ class ChatCounter:
         fixed = self._fixed[system] + _BORDERS
         fixed += self.count(json.dumps(list(tools))) if tools else 0
         fixed += self.count(told(summary)) if summary else 0
-        turns = [self._turn(turn) for turn in turns_of(messages)]
-        return choose_window(fixed, turns, context, max_tokens)
+        turns = turns_of(messages)
+        counted = list(map(self._turn, turns))
+        window = choose_window(fixed, counted, context, max_tokens)
+        shares = dict(window.shares)
+        for number, share in window.shares.items():
+            while shares[number] > 0.001 and (
+                self._turn(_shortened(turns[number], shares[number])) > share * counted[number]
+            ):
+                shares[number] *= 0.8  # its beginning has more tokens than its end
+        return replace(window, shares=shares)
 
     def count(self, text: str) -> int:
         found = self._counted.get(text)
@@ -157,13 +165,16 @@ def summary_requests(
 
 
 def _shortened(turn: Messages, share: float) -> Messages:
-    """The turn with the given share of its text: its longest message is cut."""
+    """The turn with the given share of its text: its longest messages are cut to one length."""
     lengths = [len(message.get("content") or "") for message in turn]
-    place = lengths.index(max(lengths))
-    if share < 1.0 and lengths[place]:
-        turn[place] = _cut(turn[place], max(0.0, 1 - (1 - share) * sum(lengths) / lengths[place]))
-        turn[place]["content"] += " …"
-    return turn
+    left, kept = share * sum(lengths), list(turn)
+    for count, place in enumerate(sorted(range(len(turn)), key=lengths.__getitem__)):
+        length = min(lengths[place], int(left / (len(turn) - count)))
+        left -= length
+        if length < lengths[place]:
+            cut = _cut(turn[place], length / lengths[place])
+            kept[place] = cut | {"content": cut["content"] + " …"}
+    return kept
 
 
 def _cut(message: Mapping[str, Any], kept: float) -> dict[str, Any]:
