@@ -68,6 +68,7 @@ def looking_at(browser: Any, server: RunningServer, path: str, screen: dict[str,
         raise
     for event, hear in heard.items():
         page.remove_listener(event, hear)
+    page.evaluate("window.onpagehide = null; sessionStorage.clear()")
     page.goto("about:blank")
     _forget(page, server.url)
     _pages[browser] = page

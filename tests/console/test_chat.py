@@ -44,10 +44,13 @@ def idle(server: RunningServer) -> bool:
     return bool(server.get("/health").json()["running"] == 0)
 
 
-def put_chat(page: Any, entries: list[dict[str, Any]], name: str = "kept before", number: int = 1) -> None:
+def put_chat(
+    page: Any, entries: list[dict[str, Any]], name: str = "kept before", number: int = 1, **more: Any
+) -> None:
     """A conversation in the browser's storage, as if it had been held there, shown after a reload."""
     ready(page)
-    chat = {"id": f"{number:024x}", "title": name, "name": name, "updated_s": number, "entries": entries}
+    named = {"id": f"{number:024x}", "title": name, "name": name, "updated_s": number}
+    chat = named | {"entries": entries} | more
     page.evaluate("(chat) => { cumuloChats.save(chat); cumuloChats.stay(chat.id) }", chat)
     page.reload()
     ready(page)
@@ -247,7 +250,11 @@ def test_a_refused_message_goes_back_to_where_it_was_written(browser: Any, serve
 @pytest.mark.long
 def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, server: RunningServer) -> None:
     said = [
-        {"role": "user", "content": "Tell me of <b>whales</b>"},
+        {
+            "role": "user",
+            "content": "Tell me of <b>whales</b>",
+            "files": [{"name": "a.txt", "text": "Baleen"}],
+        },
         {"role": "assistant", "content": "They sing."},
     ]
     with looking_at(browser, server, "/", DESKTOP) as page:
@@ -260,6 +267,10 @@ def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, s
         page.get_by_label("Search conversations").fill("SING")
         page.wait_for_function("document.querySelectorAll('.chat-name').length == 1")
         assert names.all_inner_texts() == ["Sea animals"], "found by what was said in it"
+        page.get_by_label("Search conversations").fill("nothing")
+        page.get_by_text("No conversation matches.").wait_for()
+        page.get_by_label("Search conversations").fill("baleen")
+        page.get_by_label("Menu of Sea animals").wait_for()
         page.get_by_label("Menu of Sea animals").click()
         page.get_by_text("Rename", exact=True).click()
         page.get_by_label("Name of the conversation").fill("Whales")
@@ -276,7 +287,8 @@ def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, s
                 assert json.loads(text)["entries"] == said
             else:
                 assert text.startswith(
-                    "# Whales\n\n## User\n\nTell me of <b>whales</b>\n\n## Assistant\n\nThey sing."
+                    "# Whales\n\n## User\n\nAttached file: a.txt\n\nTell me of <b>whales</b>\n\n## Assistant"
+                    "\n\nThey sing."
                 )
 
         page.get_by_label("Menu of Whales").click()

@@ -45,6 +45,42 @@ def test_a_message_sent_during_an_answer_waits_for_its_end(browser: Any, server:
         assert page.get_by_text("Queued:").count() == 0 and stored_chats(page)[0]["queued"] == []
 
 
+def test_what_waits_is_sent_in_order_after_a_restart_and_what_is_typed_stays(
+    browser: Any, server: RunningServer
+) -> None:
+    lost = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Half", "pending": "0" * 24}]
+    with looking_at(browser, server, "/", DESKTOP) as page:
+        put_chat(page, lost, queued=[{"role": "user", "content": "Say A."}])
+        page.get_by_text("The server no longer has this answer").wait_for()
+        settings(page, max_tokens="4", temperature="0")
+        page.get_by_label("Message", exact=True).fill("Say B.")
+        page.reload()
+        page.get_by_text("Queued: Say A.").wait_for()
+        box = page.get_by_label("Message", exact=True)
+        page.wait_for_function("document.querySelector('.ask textarea').value == 'Say B.'")
+        box.press("Enter")
+        answered(page, 3)
+        assert page.locator(".said.user").all_inner_texts() == ["Hi", "Say A.", "Say B."]
+        page.reload()
+        answered(page, 3)
+        assert box.input_value() == ""
+
+
+def test_a_growing_answer_is_stored_while_it_grows(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/", DESKTOP) as page:
+        settings(page, max_tokens="3000", temperature="0")
+        say(page, LONG_TASK)
+        page.wait_for_function(
+            "cumuloChats.load(cumuloChats.list()[0]?.id)?.entries"
+            ".some((entry) => entry.pending && entry.content.length > 10)"
+        )
+        page.reload()
+        begun(page)
+        page.get_by_label("Stop").click()
+        answered(page)
+        assert "1" in text_of(page, ".said.assistant") and len(stored_chats(page)[0]["entries"]) == 2
+
+
 def test_two_models_answer_side_by_side_and_one_answer_is_gone_on_with(browser: Any, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     folder = write_adapter(tmp_path / "poet", inspect_model(model).spec)
@@ -59,6 +95,7 @@ def test_two_models_answer_side_by_side_and_one_answer_is_gone_on_with(browser: 
         answered(page, 2)
         assert page.locator(".compared-answers > div").count() == 2
         assert text_of(page, ".said.assistant .foot").startswith("poet")
+        assert page.locator(".foot").first.inner_text().startswith("tiny-random")
         page.reload()
         answered(page, 2)
         page.get_by_role("button", name="Use this answer").click()

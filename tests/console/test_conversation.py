@@ -1,6 +1,7 @@
 """Conversations, answers and running answers as plain data; no browser, no server."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cumulo.console.chat.conversation import (
     user_entry,
 )
 from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswers
-from cumulo.console.chat.settings import BUILT_IN, effective, read_own
+from cumulo.console.chat.settings import BUILT_IN, SettingsPanel, effective, read_own
 from cumulo.engine.decide.story import Story
 from cumulo.serve.observe.stories import Record
 
@@ -70,7 +71,7 @@ def test_what_a_browser_stored_is_checked_before_it_is_used() -> None:
 
 
 def test_a_long_conversation_loses_probabilities_first_then_its_oldest_turns() -> None:
-    odds = [["token", 0.5, "x" * 100]] * 4000
+    odds = [["token", 0.5, "x" * 100]] * 10_000
     talk = Conversation.from_entries(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "odds": odds}] * 2
     )
@@ -186,6 +187,20 @@ def test_empty_fields_show_what_applies() -> None:
         "0",
         "random",
     )
+
+
+def test_two_models_that_are_compared_take_the_same_settings() -> None:
+    panel = SettingsPanel.__new__(SettingsPanel)
+    empty = SimpleNamespace(value=None, props=lambda text: None)
+    panel._numbers = dict.fromkeys(effective({}), empty)
+    panel._model, panel._beside = SimpleNamespace(value="one"), SimpleNamespace(value="two")
+    panel._json = panel._odds = SimpleNamespace(value=False)
+    panel._tools = SimpleNamespace(fields=dict)
+    panel.show_effective({"temperature": 0.2, "top_k": 7})
+    asked = panel.request("one")
+    assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.2, 1.0, 7) and "seed" not in asked
+    panel._beside = SimpleNamespace(value=None)
+    assert "temperature" not in panel.request("one"), "a model alone has its own"
 
 
 def test_stored_presets_are_checked_and_bounded() -> None:

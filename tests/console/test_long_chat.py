@@ -1,6 +1,7 @@
 """A chat that fills its context, in a real browser: a meter, turns that are left out, what ended an answer."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.console.browsing import (
     answered,
     in_a_browser,
     looking_at,
+    ready,
     say,
     settings,
     stored_chats,
@@ -56,6 +58,37 @@ def test_a_full_chat_goes_on_without_its_oldest_turns_and_says_so(browser: Any, 
         page.reload()
         answered(page, 8)
         page.get_by_text("The turns above are sent as a summary").wait_for()
+
+
+def test_a_file_that_does_not_fit_the_context_is_refused_at_once(
+    browser: Any, small: RunningServer, tmp_path: Path
+) -> None:
+    (tmp_path / "large.txt").write_text("many words " * 400)
+    (tmp_path / "small.txt").write_text("few words")
+    with looking_at(browser, small, "/", DESKTOP) as page:
+        ready(page)
+        page.locator("#ask-file").set_input_files(str(tmp_path / "large.txt"))
+        page.get_by_role("alert").get_by_text("large.txt cannot be attached: the files would take").wait_for()
+        page.locator("#ask-file").set_input_files(str(tmp_path / "small.txt"))
+        page.locator(".chips .file-chip").get_by_text("small.txt").wait_for()
+        assert page.locator(".chips .file-chip").count() == 1
+
+
+def test_a_conversation_of_a_million_characters_is_kept_whole(browser: Any, small: RunningServer) -> None:
+    said = [
+        {"role": role, "content": f"{number}: " + "words 🐋 " * 250, "about": {"finish_reason": "stop"}}
+        for number in range(300)
+        for role in ("user", "assistant")
+    ]
+    with looking_at(browser, small, "/", DESKTOP) as page:
+        put_chat(page, said)
+        page.locator(".said.user").get_by_text("299:").wait_for()
+        settings(page, max_tokens="4")
+        say(page, "Hello!")
+        answered(page, 21)
+        (kept,) = stored_chats(page)
+        assert len(kept["entries"]) == 602 and kept["entries"][0]["content"] == said[0]["content"]
+        assert page.locator(".ask-problem").inner_text() == ""
 
 
 def test_an_answer_that_was_cut_is_continued_in_place(browser: Any, small: RunningServer) -> None:

@@ -151,7 +151,8 @@ class AnswerView:
             if answer.problem:
                 ui.label(answer.problem).classes("problem")
             with ui.element("div").classes("foot"):
-                ui.label(summary(answer, self._actions.model_name)).tooltip(_EXPLAINED)
+                served = "" if entry.get("beside") else self._actions.model_name
+                ui.label(summary(answer, served)).tooltip(_EXPLAINED)
                 self._buttons(answer, entry, versions, is_last)
 
     def _buttons(self, answer: ChatAnswer, entry: Entry, versions: list[Entry], is_last: bool) -> None:

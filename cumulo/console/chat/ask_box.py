@@ -32,8 +32,9 @@ class AskBox:
         stop: Callable[[], None],
         unqueue: Callable[[Entry], Any],
         count_tokens: Callable[[str], int],
+        context: Callable[[], int],
     ) -> None:
-        self._on_send, self._unqueue, self._count_tokens = send, unqueue, count_tokens
+        self._on_send, self._unqueue, self._count_tokens, self._context = send, unqueue, count_tokens, context
         self.files: list[dict[str, str]] = []
         self._tokens: dict[str, int] = {}  # of the attached texts
         self._pdf: list[str] = []  # the parts of a PDF that have come
@@ -148,6 +149,13 @@ class AskBox:
             self.files += files
             self._draw_chips()
             self._tokens[files[0]["text"]] = await asyncio.to_thread(self._count_tokens, files[0]["text"])
+            taken, context = sum(self._tokens.get(one["text"], 0) for one in self.files), self._context()
+            if context and taken > context * 3 // 4:  # a quarter is the answer's
+                self.files.remove(files[0])
+                self.complain(
+                    f"{name} cannot be attached: the files would take {taken:,} tokens, and the context holds "
+                    f"{context:,}, an answer included."
+                )
             self._draw_chips()
 
     def _draw_chips(self) -> None:

@@ -29,7 +29,17 @@ class BrowserStore:
         ui.add_head_html(f"<script>{_SCRIPT}</script>")
 
     async def load(self, chat_id: str) -> Conversation | None:
-        return Conversation.from_stored(await self.ask("load", chat_id))
+        return Conversation.from_stored(await self.read(chat_id))
+
+    async def read(self, chat_id: str) -> Any:
+        """What is stored, part by part; without an id: what is imported. None if it is no JSON."""
+        parts: list[str] = []
+        while part := await self.ask("part", chat_id, len(parts)):
+            parts.append(part)
+        try:  # a part may end within a character of two UTF-16 units
+            return json.loads("".join(parts).encode("utf-16", "surrogatepass").decode("utf-16"))
+        except ValueError:
+            return None
 
     async def ask(self, name: str, *arguments: Any) -> Any:
         """What a function of browser_store.js answers."""
@@ -74,7 +84,7 @@ class HistoryPanel:
                 'outlined dense clearable debounce=150 aria-label="Search conversations"'
             )
             self._list = ui.element("ul").classes("chats")
-        ui.on("import", lambda event: self._import(str(event.args)))
+        ui.on("import", self._import)
 
     def open(self) -> None:
         self._root.classes(add="open")
@@ -123,12 +133,10 @@ class HistoryPanel:
         self.close()
         await self._actions.open(chat_id)
 
-    async def _import(self, text: str) -> None:
-        try:
-            given = json.loads(text)
-            kept = Conversation.from_stored({**given, "id": secrets.token_hex(12)})
-        except (ValueError, TypeError):
-            kept = None
+    async def _import(self) -> None:
+        given = await self._store.read("")
+        stored = {**given, "id": secrets.token_hex(12)} if isinstance(given, dict) else None
+        kept = Conversation.from_stored(stored)
         if kept is None or not await self._store.ask("save", kept.stored()):
             ui.notify("This is no conversation that was exported as JSON.", type="negative", position="top")
             return

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import time
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from cumulo.serve.service import Service
 
 _REDRAW_S = 0.1  # a page is redrawn at most this often, however fast the tokens come
 _STATUS_S = 1.0
+_KEEP_S = 2.0  # between two times that the browser stores a growing answer
 _LOST = "The server no longer has this answer: it was restarted, or more than an hour has passed."
 
 
@@ -55,6 +57,7 @@ class Chat:
         self._begun = asyncio.Event()
         self._info: object = None  # the engine whose recommendations are shown
         self._doing = ""  # what the page itself does
+        self._put_back = False  # whether a refused message is where it was written
         history = HistoryActions(self.new, self.open, self._renamed, self._deleted)
         self._history = HistoryPanel(self._store, history)
         with ui.element("section").classes("talk"):
@@ -66,7 +69,9 @@ class Chat:
                 self.resume, self.choose, self.send_results,
             )  # fmt: skip
             self._thread = ThreadView(self.send, self.resend, self.delete_turn, answer)
-            self._ask = AskBox(self.send, self.stop, self._unqueue, self._count_tokens)
+            self._ask = AskBox(
+                self.send, self.stop, self._unqueue, self._count_tokens, lambda: self._context.context
+            )
             self._context = ContextView(lambda: self._service, self.summarize, self._thread.mark)
         with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
             self._settings = SettingsPanel(self._keep, close=lambda: panel.classes(remove="open"))
@@ -81,7 +86,9 @@ class Chat:
             with contextlib.suppress(TimeoutError):  # a browser that stores nothing can still chat
                 stored = await self._store.ask("begin", self._store.scope)
                 self._settings.restore(stored["presets"], stored["settings"])
-                kept = Conversation.from_stored(stored["current"])
+                if stored["draft"]:
+                    self._ask.put_back(stored["draft"], [], "")
+                kept = await self._store.load(stored["current"]) if stored["current"] else None
                 if kept is not None:
                     self._show(kept)
                 self._history.draw(stored["chats"], self._conversation.id)
@@ -112,20 +119,23 @@ class Chat:
     # -- what the buttons do ------------------------------------------------------------------------------
     async def send(self, text: str) -> None:
         await self._begun.wait()
-        if not (text or self._ask.files):
-            return
-        entry = user_entry(text, self._ask.files)
-        self._ask.empty()
+        queued = self._conversation.queued
+        if text or self._ask.files:
+            # What was put back when it was refused was said before all that wait.
+            queued.insert(0 if self._put_back else len(queued), user_entry(text, self._ask.files))
+            self._ask.empty()
+        self._put_back = False
         if self._running:
-            self._conversation.queued.append(entry)
-            self._ask.show_queued(self._conversation.queued)
+            self._ask.show_queued(queued)
             await self._save()
         else:
-            await self._say(entry)
+            await self._say_next()
 
-    async def _say(self, entry: Entry) -> None:
-        self._conversation.add(entry)
-        await self._answer()
+    async def _say_next(self) -> None:
+        if self._conversation.queued:
+            self._conversation.add(self._conversation.queued.pop(0))
+            self._ask.show_queued(self._conversation.queued)
+            await self._answer()
 
     async def _unqueue(self, entry: Entry) -> None:
         self._conversation.queued = [one for one in self._conversation.queued if one is not entry]
@@ -210,6 +220,8 @@ class Chat:
                 messages = requests.send(running.answer.text)
         except StopIteration as end:
             newest["summary"] = str(end.value)
+            if running.answer.finish_reason == "length":
+                self._ask.complain(f"The summary was cut at {summary_tokens(context)} tokens.")
         finally:
             self._doing, self._running = "", []
             self._ask.set_running(False)
@@ -320,7 +332,7 @@ class Chat:
         self, running: RunningAnswer, view: AnswerView | None, entry: Entry, conversation: Conversation
     ) -> None:
         """Draw an answer while it comes, as long as this page shows its conversation."""
-        seen = -1
+        seen, kept_s = -1, time.monotonic()
         with self._client:
             while not running.done:
                 await running.news(seen)
@@ -331,6 +343,9 @@ class Chat:
                     view.grow(running.answer)
                     self._thread.look_down()
                 if not running.done:
+                    if time.monotonic() > kept_s + _KEEP_S and not running.answer.said_nothing:
+                        self._store.tell("grow", conversation.id, running.id, running.answer.entry())
+                        kept_s = time.monotonic()
                     await asyncio.sleep(_REDRAW_S)
             if running not in self._running or self._client.is_deleted:
                 return
@@ -339,10 +354,8 @@ class Chat:
             self._end(running, view, entry, conversation)
             self._show_context()
             await self._save()
-            if conversation.queued and not self._running and not running.refused:
-                following = conversation.queued.pop(0)
-                self._ask.show_queued(conversation.queued)
-                await self._say(following)
+            if not self._running and not running.refused:
+                await self._say_next()
 
     def _end(
         self, running: RunningAnswer, view: AnswerView | None, entry: Entry, conversation: Conversation
@@ -365,6 +378,7 @@ class Chat:
         question = next((entry for entry in taken if entry["role"] == "user"), None)
         self._draw()
         if question is not None:
+            self._put_back = True
             self._ask.put_back(question["content"], question.get("files", []), problem)
         else:
             self._ask.complain(problem)
@@ -373,8 +387,14 @@ class Chat:
         """Keep the conversation in the browser. A page that has just gone cannot; the one that comes back will."""
         with contextlib.suppress(TimeoutError):
             if self._conversation.nodes:
-                if not await self._store.ask("save", self._conversation.stored()):
+                stored = self._conversation.stored()
+                if not await self._store.ask("save", stored):
                     self._ask.complain("This browser has no room to keep the conversation; export it.")
+                elif (lost := len(self._conversation.nodes) - len(stored["entries"])) > 0:
+                    self._ask.complain(
+                        f"This conversation is too long to be kept whole: without its {lost} oldest messages and "
+                        "other versions it comes back after a reload."
+                    )
             else:
                 await self._store.ask("remove", self._conversation.id)
             await self._history.show_current(self._conversation.id)

@@ -239,6 +239,8 @@ class SettingsPanel:
     def __init__(self, keep: Callable[[str, Any], None], close: Callable[[], Any]) -> None:
         """`keep` stores presets and settings in the browser."""
         self._keep, self._restoring = keep, False
+        # What two models that are compared both take where a field is empty: what applies to the first.
+        self._alike: dict[str, float] = {}
         with ui.element("div").classes("panel-head"):
             ui.html("<h2>Settings</h2>", sanitize=False)
             small_button("Close settings", "close", close).classes("only-phone")
@@ -293,7 +295,9 @@ class SettingsPanel:
         return self._beside.value if self._beside.value != self._model.value else None
 
     def show_effective(self, recommended: Mapping[str, Any]) -> None:
-        for name, value in effective(recommended).items():
+        shown = effective(recommended)
+        self._alike = {name: float(shown[name]) for name in shown.keys() - {"max_tokens", "seed"}}
+        for name, value in shown.items():
             self._numbers[name].props(f'placeholder="{value}"')
 
     def restore(self, presets: Any, settings: Any) -> None:
@@ -329,11 +333,13 @@ class SettingsPanel:
         body: dict[str, Any] = {"model": self._model.value or model, "stream": True, "max_tokens": _ANSWER_TOKENS,
                                 "stream_options": {"include_usage": True}}  # fmt: skip
         for name, label, least, most, *_ in _FIELDS:
-            field = self._numbers[name]
-            if bounds := _outside(least, most, field.value):
-                raise SettingsProblem(f"{label} is {field.value:g}, but must be {bounds}.")
-            if field.value is not None:
-                body[name] = int(field.value) if name in _WHOLE else float(field.value)
+            value = self._numbers[name].value
+            if bounds := _outside(least, most, value):
+                raise SettingsProblem(f"{label} is {value:g}, but must be {bounds}.")
+            if value is None and self.beside is not None:
+                value = self._alike.get(name)
+            if value is not None:
+                body[name] = int(value) if name in _WHOLE else float(value)
         if self._json.value:
             body["response_format"] = {"type": "json_object"}
         if self._odds.value:

@@ -4,8 +4,10 @@
   const MOST_CHATS = 100;
   const MOST_CHARACTERS = 4_000_000; // browsers give a site about 5 million
   const LONGEST_TITLE = 80;
-  const LARGEST_IMPORT = 900_000; // bytes: a socket takes a megabyte
+  const PART_CHARACTERS = 150_000; // of a conversation on its way to the server: a socket takes a megabyte
+  const LARGEST_IMPORT = 10_000_000; // bytes
   let scope = "";
+  let offered = ""; // the text of a conversation that is imported
   const key = (kind, id = "") => `cumulo:${scope}:${kind}:${id}`;
 
   function read(name, otherwise) {
@@ -26,7 +28,8 @@
   }
 
   const matches = (chat, words) =>
-    chat.name.toLowerCase().includes(words) || chat.entries.some((e) => e.content.toLowerCase().includes(words));
+    [chat.name, ...chat.entries.flatMap((e) => [e.content, ...(e.files ?? []).flatMap((f) => [f.name, f.text])])]
+      .some((text) => text.toLowerCase().includes(words));
 
   function list(search = "") {
     const words = search.trim().toLowerCase();
@@ -60,6 +63,9 @@
   }
 
   const load = (id) => read(key("chat", id), null);
+  const part = (id, number) =>
+    (id ? (localStorage.getItem(key("chat", id)) ?? "") : offered)
+      .slice(number * PART_CHARACTERS, (number + 1) * PART_CHARACTERS);
   const remove = (id) => localStorage.removeItem(key("chat", id));
 
   function rename(id, title) {
@@ -67,16 +73,30 @@
     if (chat) save({ ...chat, title: title.slice(0, LONGEST_TITLE), name: title.slice(0, LONGEST_TITLE) });
   }
 
+  /** What has come so far of an answer: it stays if the server that makes it ends. */
+  function grow(id, pending, half) {
+    const chat = load(id);
+    const entry = chat?.entries.find((e) => e.pending === pending);
+    if (!entry) return;
+    Object.assign(entry, half);
+    save(chat);
+  }
+
+  // What is typed and not sent stays in its tab.
+  window.onpagehide = () => {
+    sessionStorage.setItem(key("draft"), document.querySelector(".ask textarea")?.value ?? "");
+  };
+
   function stay(id) {
     sessionStorage.setItem(key("current"), id); // of this tab
   }
 
   function begin(visitor) {
     scope = visitor;
-    const current = sessionStorage.getItem(key("current"));
     return {
-      current: current ? load(current) : null,
+      current: sessionStorage.getItem(key("current")),
       chats: list(),
+      draft: sessionStorage.getItem(key("draft")),
       presets: read(key("presets"), {}),
       settings: read(key("settings"), {}),
     };
@@ -132,10 +152,11 @@
 
   /** A conversation that was exported as JSON becomes an `import` event; the server checks what it contains. */
   async function offer(file) {
-    emitEvent("import", file.size < LARGEST_IMPORT ? await file.text() : "");
+    offered = file.size < LARGEST_IMPORT ? await file.text() : "";
+    emitEvent("import");
   }
 
-  window.cumuloChats = { begin, list, load, save, remove, rename, stay, keep, download, copy, offer };
+  window.cumuloChats = { begin, list, load, part, save, grow, remove, rename, stay, keep, download, copy, offer };
 
   // The clipboard's own interface exists only over https and on this machine.
   window.cumuloCopy = (text) => {
