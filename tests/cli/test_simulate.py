@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from cumulo.cli.plan import serve as plan_serve
 from cumulo.cli.simulation import serve as simulate
+from cumulo.cli.simulation.autoscale import began_words
 from cumulo.errors import CumuloError
+from cumulo.fleet.simulate.autoscaled_fleet import ScaledRun
 from tests.whole_command import app
 
 FAST = ["--requests", "60", "--input", "200", "--output", "20"]
@@ -122,6 +124,13 @@ def test_autoscaling_is_rehearsed_with_the_slo_of_a_server(tmp_path: Path, split
     rows = {row["name"]: row["value"] for row in found["rows"]}
     assert rows["forecast: requests lost"] == 0
     assert 0 < rows["forecast: SLO attainment"] <= 100
+
+
+def test_the_replicas_that_each_rule_began_with_are_told() -> None:
+    """After --train that is what the rule had then, and not what the first minute of the rest needs."""
+    runs = [ScaledRun("forecast", {"both": 2}), ScaledRun("hpa-queue=2", {"both": 1})]
+    assert began_words(runs) == "forecast: 2 replicas, hpa-queue=2: 1 replica"
+    assert began_words(runs[:1]) == "2 replicas"
 
 
 def test_requests_of_a_trace_that_the_model_does_not_take_are_left_out_and_told_of(tmp_path: Path) -> None:

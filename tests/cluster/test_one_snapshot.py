@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.cluster.decide.decisions import Decision
+from cumulo.cluster.decide.decisions import Cordon, Decision, untold_reason
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import ORDERS, policy_named
@@ -41,6 +41,10 @@ def asked_both_ways(name: str, draw: random.Random, decided: list[list[Decision]
         found = of_the_simulator(snapshot)
         assert found == policy_named(name).decide(as_a_driver_has_it(snapshot, draw))
         decided.append(found)
+        told = {one.job_id for one in found if not isinstance(one, Cordon)}
+        if len(snapshot.waiting) > len(told):  # they are told by the decision alone, whatever was before
+            assert "None" not in untold_reason(found)
+            assert not name.startswith("las")
         return found
 
     return policy

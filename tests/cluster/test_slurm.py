@@ -16,6 +16,7 @@ from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.drivers.slurm import refusal
 from cumulo.cluster.job_file import JobFile, job_from, resolved
+from cumulo.cluster.job_history import job_history
 from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.errors import ConfigError
 from cumulo.train.run.log import read_log
@@ -102,6 +103,9 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     assert len(losses) == 40
     assert losses == undisturbed  # to the last bit
     assert "resuming after step" in (Path(first.folder) / "output.log").read_text()
+    lost, last = job_history(look(store, first)).attempts
+    assert lost.failed_first.endswith("n3") and lost.steps_repeated > 0 and lost.lost_device_s > 0
+    assert (lost.devices, last.devices, last.cause) == (4, 4, "finished") and look(store, first).attempt == 2
 
 
 def test_what_slurm_refuses_is_told_and_not_submitted(slurm: SlurmCluster, store: JobStore) -> None:
@@ -268,3 +272,4 @@ def test_two_kinds_of_devices_are_one_heterogeneous_job(slurm: SlurmCluster, sto
     wait_for(lambda: look(store, record).ended, "the job")
     assert look(store, record).state == "done", (Path(record.folder) / "output.log").read_text()
     assert len(read_log(run_folder(record) / "log.csv")) == 6
+    assert "\x1b" not in (Path(record.folder) / "output.log").read_text()  # no colours in a file

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
@@ -248,6 +249,30 @@ def test_a_fleet_scales_to_zero_and_back_without_a_lost_request(rule: str, repli
     assert run.replica_hours < 4 * whole_h
     again = plan.play(parse_rule(rule), waves(), ReplicaSpeed(1500.0, 100.0))
     assert [look.wanted for look in again.looks] == [look.wanted for look in run.looks]
+
+
+def test_a_run_tells_with_how_many_replicas_it_began(replica: Replica) -> None:
+    plan = Rehearsal(replica, SLO, 20.0, ScalingLimits(1, 4), begin_with=3)
+    run = plan.play(parse_rule("forecast"), Traffic(waves().arrivals[:10]), ReplicaSpeed(1500.0, 100.0))
+    assert run.began_with == {"both": 3}
+
+
+def test_what_waits_at_a_replica_is_counted_once_however_many_requests_come_before_its_next_step(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst that was larger than expected took minutes: every arrival counted the whole queue again."""
+    engine = SimulatedEngine(replica.scheduler(), replica.cost())
+    cached = [min(16 * number, 580) for number in range(40)]
+    for number, known in enumerate(cached):
+        engine.give(Arrival(0.001 * number, 600, 4), known)
+        engine.advance(0.02 * number)
+        requests = engine.scheduler.requests.values()
+        left = sum(max(0, 600 - max(one.sequences[0].computed, cached[int(one.id)])) for one in requests)
+        left += sum(600 - cached[at] for at in range(number + 1 - len(engine.waiting_arrivals()), number + 1))
+        assert engine.prompt_tokens_to_compute() == left
+    monkeypatch.setattr(engine.scheduler, "requests", None)  # nobody looks at it
+    engine.give(Arrival(1e6, 600, 4), 100)
+    assert engine.prompt_tokens_to_compute() == left + 500
 
 
 def test_an_oracle_has_replicas_before_the_load_comes(replica: Replica) -> None:

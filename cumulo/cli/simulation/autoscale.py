@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -136,7 +136,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     save(chosen.svg, lambda: chart_file(_replicas_chart(runs)), "picture")
     evidence = replica.profile.evidence
     speeds = (
-        f"{_begin_words(begin)} at the beginning, {start_up_s:g} s to start one. "
+        f"{began_words(runs)} at the beginning, {start_up_s:g} s to start one. "
         f"One serves {speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within "
         "the SLO."
     )
@@ -168,12 +168,17 @@ def _check(chosen: AutoscaleOptions, traffic: Traffic, limits: ScalingLimits, le
         raise ConfigError(f"--svg {chosen.svg}: there is no folder {chosen.svg.parent}")
 
 
-def _begin_words(begin: Mapping[str, int]) -> str:
-    words = [
-        f"{count} {'' if role == 'both' else role + ' '}replica{'' if count == 1 else 's'}"
-        for role, count in begin.items()
-    ]
-    return " and ".join(words)
+def began_words(runs: Sequence[ScaledRun]) -> str:
+    """How many replicas each rule began with: after --train, as many as it had then."""
+    words = {}
+    for run in runs:
+        counts = [
+            f"{count} {'' if role == 'both' else role + ' '}replica{'' if count == 1 else 's'}"
+            for role, count in run.began_with.items()
+        ]
+        words[run.rule] = " and ".join(counts)
+    alike = len(set(words.values())) == 1
+    return words[runs[0].rule] if alike else ", ".join(f"{rule}: {told}" for rule, told in words.items())
 
 
 def _needed(traffic: Traffic, speed: ReplicaSpeed, limits: ScalingLimits, role: str) -> int:

@@ -10,6 +10,7 @@ from cumulo.cluster.decide.queueing import MOST_REASONS
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
+_LATER = "jobs that had less GPU time go first"
 # Whether a job is in the second queue, its arrival, whether it runs, its place among equals, and the job.
 _Entry = tuple[bool, float, int, str, JobRequest | RunningJob]
 
@@ -56,7 +57,9 @@ def _within(
                 budget -= milli
             else:
                 stopping.append(one)
-        elif job.gpus < least.get(job.tenant, float("inf")):
+        elif job.gpus >= least.get(job.tenant, float("inf")):
+            refused.append(Waits(job.job_id, book.refuses(job) or _LATER))
+        else:
             why = book.refuses(job)
             if why is not None:
                 refused.append(Waits(job.job_id, why))
@@ -65,6 +68,8 @@ def _within(
                 starting.append(job)
                 budget -= milli
                 book.count(job, job.gpus)
+            else:
+                refused.append(Waits(job.job_id, _LATER))
     return stopping, starting, refused
 
 
@@ -74,7 +79,7 @@ def _moves(
     decided: list[Decision] = []
     placer, free, book = place(snapshot), snapshot.free.copy(), QuotaBook(snapshot)
     for one in stopping:
-        decided.append(Eviction(one.job_id, "jobs that had less GPU time go first"))
+        decided.append(Eviction(one.job_id, _LATER))
         free.release(one.request, one.places)
         placer.stopped(one.request, one.places)
         book.count(one.request, -one.gpus)

@@ -93,6 +93,7 @@ class SimulatedEngine:
         self.clock_s = 0.0
         self._mail: list[tuple[float, int, Callable[[], None]]] = []  # what happens to it, and when
         self._posted = itertools.count()
+        self.turns, self._counted = 0, (-1, 0)  # of its loop; after which prompt tokens were counted, and how many
         self._can_plan = False
         stages = scheduler.config.pp
         self._stage_free_s = [0.0] * stages
@@ -133,6 +134,7 @@ class SimulatedEngine:
     def turn(self, until_s: float) -> None:
         """Take in what has come, and play a step, or steps in which nothing is decided up to `until_s`."""
         scheduler, arrivals = self.scheduler, self.arrivals
+        self.turns += 1
         self.clock_s = max(self.clock_s, self.next_s)
         self.open_mail(self.clock_s)
         while self._coming < len(arrivals) and arrivals[self._coming].arrived_s <= self.clock_s:
@@ -168,6 +170,19 @@ class SimulatedEngine:
     def waiting_arrivals(self) -> list[Arrival]:
         """Arrivals that the loop has not taken in yet: it looks for them between two steps."""
         return self.arrivals[self._coming :]
+
+    def prompt_tokens_to_compute(self) -> int:
+        """Prompt tokens of all that it was given, without what it had cached then. In a burst many requests come
+        between two turns of its loop, and only a turn changes what its scheduler has: that is counted once."""
+        cached, first = self.cached_tokens, self._coming
+        if self._counted[0] != self.turns:
+            requests = self.scheduler.requests.values()
+            left = (
+                one.prompt_length - max(one.sequences[0].computed, cached[int(one.id)]) for one in requests
+            )
+            self._counted = self.turns, sum(max(0, tokens) for tokens in left)
+        coming = zip(self.arrivals[first:], cached[first:], strict=True)
+        return self._counted[1] + sum(arrival.prompt_tokens - known for arrival, known in coming)
 
     def _step(self) -> None:
         """One turn of the engine's loop: plan and submit a step, and take in the oldest one."""

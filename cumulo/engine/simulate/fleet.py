@@ -51,15 +51,7 @@ def simulate_fleet(
 
 def replica_view(name: str, engine: SimulatedEngine, prompt_s_per_token: float) -> ReplicaView:
     """A simulated engine as a router sees it."""
-    scheduler, cached_tokens, coming = engine.scheduler, engine.cached_tokens, engine.waiting_arrivals()
-    first = len(engine.arrivals) - len(coming)
-    waiting = sum(
-        max(0, one.prompt_length - max(one.sequences[0].computed, cached_tokens[int(one.id)]))
-        for one in scheduler.requests.values()
-    ) + sum(
-        arrival.prompt_tokens - cached for arrival, cached in zip(coming, cached_tokens[first:], strict=True)
-    )
-    return engine_view(name, engine, waiting, prompt_s_per_token)
+    return engine_view(name, engine, engine.prompt_tokens_to_compute(), prompt_s_per_token)
 
 
 def engine_view(

@@ -41,6 +41,7 @@ class ScaledRun:
     """What an autoscaling rule made of a trace: cost, SLO attainment and thrash. Times are on the trace's clock."""
 
     rule: str
+    began_with: Mapping[str, int] = field(default_factory=dict)  # replicas, by role
     looks: list[ScaleLook] = field(default_factory=list)
     requests: int = 0
     answered: int = 0
@@ -137,6 +138,7 @@ class _Member:
     busy_s: float = 0.0  # as of the look before
     open: list[Served] = field(default_factory=list)  # requests that had not ended when it was last asked
     _taken: int = 0
+    _turns: int = -1
 
     def state(self, now_s: float) -> Literal["starting", "ready", "draining"]:
         if self.draining:
@@ -149,7 +151,10 @@ class _Member:
         return len(self.engine.scheduler.requests) + len(self.engine.waiting_arrivals())
 
     def over(self) -> list[Served]:
-        """Requests that ended since the last time."""
+        """Requests that ended since the last time; none where its loop has not turned."""
+        if self._turns == self.engine.turns:
+            return []
+        self._turns = self.engine.turns
         served = self.engine.run.served
         known, self._taken = [*self.open, *served[self._taken :]], len(served)
         over = [one for one in known if one.finished or one.refused is not None]
@@ -197,8 +202,8 @@ class AutoscaledFleet:
         a prompt's keys and values, from prefill to decode."""
         self._make_replica, self._rule, self._start_up_s = make_replica, rule, start_up_s
         self._transfer_s, self._itl_bound_s = transfer_s, slo.itl_s
-        self.run = ScaledRun(name)
         counts = {"both": begin_with} if isinstance(begin_with, int) else begin_with
+        self.run = ScaledRun(name, counts)
         self._roles = {role: _Role(role, make_router()) for role in counts}
         self._judges = {role: RequestJudge(slo, role, self.run) for role in counts}
         self._numbers = itertools.count()
