@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import group, option, takes_options
-from cumulo.cli.shared.terminal import load_llm, marked, note, out, print_error, read_stdin
+from cumulo.cli.shared.terminal import WordWrap, load_llm, marked, note, out, print_error, read_stdin
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.text.chat_window import (
     ChatCounter,
@@ -222,7 +223,7 @@ class Session:
     history: Messages = field(default_factory=list)
     answers: list["RequestOutput"] = field(default_factory=list)
     told: str = ""  # a summary of what came before the history
-    left_out: int = 0  # turns of the history that are no longer sent
+    left_out: tuple[int, int] = (0, 0)  # turns of the history that are no longer sent, and that are shortened
 
     @cached_property
     def counter(self) -> ChatCounter:
@@ -233,8 +234,10 @@ class Session:
         asked = [*self.history, {"role": "user", "content": question}]
         try:
             messages = self._sent(asked)
-            output = streamed(self.llm, messages, self.params, partial(out.print, end="", soft_wrap=True))
-            out.print()
+            wrap = WordWrap(out.width if out.is_terminal else inf)
+            show = partial(out.print, end="", soft_wrap=True)
+            output = streamed(self.llm, messages, self.params, lambda text: show(wrap.add(text)))
+            out.print(wrap.end(), soft_wrap=True)
             if output.error:
                 raise CumuloError(output.error)
         except CumuloError as error:
@@ -250,13 +253,16 @@ class Session:
         window = self.counter.window(
             asked, context, self.params.max_tokens, system=self.system, summary=self.told
         )
-        if window.first > self.left_out:
+        now = (window.first, len(window.shares))
+        if now > self.left_out:
             turns = "turn is" if window.first == 1 else f"{window.first} turns are"
+            told = [f"the oldest {turns} left out"] * (window.first > 0)
+            told += ["long answers of earlier turns are shortened"] * bool(window.shares)
             note(
-                f"the oldest {turns} left out: the context holds {context:,} tokens; /summarize replaces older "
-                "turns by a summary, /clear deletes all"
+                f"{' and '.join(told)}: the context holds {context:,} tokens; /summarize replaces older turns by a "
+                "summary, /clear deletes all"
             )
-        self.left_out = window.first
+        self.left_out = now
         return sent_messages(asked, window, self.system, self.told)
 
     def command(self, line: str) -> bool:
@@ -303,16 +309,18 @@ class Session:
         except CumuloError as error:
             print_error(error)
             return
-        self.told, self.history, self.left_out = text, newest, 0
-        out.print(text, soft_wrap=True, markup=False)
-        note(f"{len(older)} turn{'' if len(older) == 1 else 's'} replaced by this summary")
+        self.told, self.history, self.left_out = text, newest, (0, 0)
+        out.print(text)
+        cut = f", which was cut at {summary_tokens(context)} tokens"
+        ends = cut if output.samples[0].finish_reason == "length" else ""
+        note(f"{len(older)} turn{'' if len(older) == 1 else 's'} replaced by this summary{ends}")
 
     def _clear(self, _: str) -> None:
         self._forget()
         note("conversation deleted")
 
     def _forget(self) -> None:
-        self.history, self.told, self.left_out = [], "", 0
+        self.history, self.told, self.left_out = [], "", (0, 0)
 
     def _set_system(self, text: str) -> None:
         if not text:

@@ -38,7 +38,7 @@ def test_a_long_conversation_leaves_out_its_oldest_turns_and_says_which_limit_en
 ) -> None:
     model = save_tiny_model(tmp_path)
     question = "the cat sat on the mat and the dog saw that the cat was there"
-    typed = [question] * 6 + ["/set max_tokens 400", question, "/why", "/summarize", question, "/clear"]
+    typed = [question] * 6 + ["/set max_tokens 400", question, "/why", question, "/summarize", question, "/clear"]
     monkeypatch.setattr(conversation, "typed_messages", lambda: iter(typed))
     chosen = conversation.ChatOptions(
         model=str(model), engine=EngineOptions(kv_memory_gib=0.01, max_context=256)
@@ -49,4 +49,5 @@ def test_a_long_conversation_leaves_out_its_oldest_turns_and_says_which_limit_en
     assert "turns are left out: the context holds 256 tokens; /summarize" in told.err
     assert "30 tokens" in told.err and "stopped at max_tokens · context" in told.err
     assert "the context is full · context 256 of 256" in told.err and "the context is full" in told.out
-    assert "replaced by this summary" in told.err
+    assert "long answers of earlier turns are shortened: the context holds" in told.err
+    assert "replaced by this summary, which was cut at" in told.err

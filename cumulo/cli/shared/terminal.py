@@ -1,6 +1,7 @@
 """Where the verbs write: answers on stdout, everything else (status, progress, errors) on stderr."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -110,6 +112,28 @@ def text_column(template: str, style: str = "none") -> "TextColumn":
     from rich.progress import TextColumn
 
     return TextColumn(template, style, markup=False)
+
+
+class WordWrap:
+    """Text that comes in pieces, broken between words at a width; the last word waits for its end."""
+
+    def __init__(self, width: float) -> None:
+        self._width, self._column, self._word = width, 0, ""
+
+    def add(self, text: str) -> str:
+        """What can be shown now."""
+        *whole, self._word = re.split(r"(?<=[\s\u2e80-\uffff])", self._word + text)  # Chinese has no spaces
+        return "".join(map(self._placed, whole))
+
+    def end(self) -> str:
+        return self._placed(self._word)
+
+    def _placed(self, word: str) -> str:
+        fits = not self._column or self._column + cell_len(word.rstrip()) <= self._width
+        self._column = (self._column if fits else 0) + cell_len(word)
+        if word.endswith("\n") or (self._column > self._width and word.endswith(" ")):
+            word, self._column = word[:-1] + "\n", 0
+        return word if fits else f"\n{word}"
 
 
 @contextmanager
