@@ -100,7 +100,9 @@ def test_jobs_of_three_tenants_obey_the_policy_and_survive_the_head(store: JobSt
     set_quotas(store, ["red=4+2", "green=2+4", "blue=2"], "ray")
     with RayCluster(port=port, gpus=GPUS) as first:
         for number in range(30):
-            job = gpu_job(f"job{number}", first.address, (1, 2, 1, 4)[number % 4], tenant=TENANTS[number % 3])
+            job = gpu_job(
+                f"job{number}", first.address, (1, 1, 2, 1, 4)[number % 5], tenant=TENANTS[number % 3]
+            )
             launching.launch(job, "ray", store)
         wait_for(lambda: sum(one.state == "done" for one in looked(store)) >= 8, "the first jobs")
         before = {one.job_id: one.state for one in jobs(store)}

@@ -107,7 +107,7 @@ class LocalPlayer:
         self.store = store
 
     def owns(self, record: JobRecord) -> bool:
-        return True
+        return record.target == self.target
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         return this_machine(self.store)
@@ -122,13 +122,10 @@ class LocalPlayer:
         return Attempt(Path(record.folder, f"attempt-{record.attempt}"))
 
     def start(self, record: JobRecord) -> None:
-        command = ranks_command(record, len(record.places) * record.job.devices[0].each)
+        command = checked(record, ranks_command(record, len(record.places) * record.job.devices[0].each))
         gpus = [str(gpu) for place in record.places for gpu in place.gpus]
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        command = checked(record, command)
-        self.attempt(record).start(
-            command, Path(record.working_folder), output_file(record), os.environ | devices
-        )
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+        self.attempt(record).start(command, Path(record.working_folder), output_file(record), environment)
 
 
 class Supervisor:
@@ -157,12 +154,7 @@ class Supervisor:
         return [self.player.attempt(one) for one in self.jobs() if one.state in ("running", "stopping")]
 
     def jobs(self) -> list[JobRecord]:
-        jobs = self.store.jobs().values()
-        return [
-            one
-            for one in jobs
-            if one.target == self.player.target and not one.ended and self.player.owns(one)
-        ]
+        return [one for one in self.store.jobs().values() if not one.ended and self.player.owns(one)]
 
     # -- what has happened ----------------------------------------------------------------------------------
     def _settle(self, record: JobRecord) -> None:
@@ -198,9 +190,10 @@ class Supervisor:
             self._change(record, "queued", f"a node was lost after step {step} ({lost})")
         elif stopping is not None and not (code == 0 and run_progress(run_folder(record)).finished):
             self._change(record, "queued", stopping.reason)
-            free = self._snapshot([]).free.copy()
-            if stopping.places and has_room(free, self._request(record), stopping.places):
-                self._start(self.store.jobs()[record.job_id], stopping.places, stopping.reason)
+            record = self.store.jobs()[record.job_id]
+            goes_on = JobPlacement(record.job_id, stopping.places)
+            if stopping.places and not violations(self._snapshot([record]), [goes_on]):
+                self._start(record, stopping.places, stopping.reason)
         else:
             self._after(record, code, attempt.failed_on)
 
@@ -231,11 +224,10 @@ class Supervisor:
                 end_s = None if left_s is None else now_s + left_s
                 running.append(RunningJob(request, one.places, one.phases[-1].begin_s, end_s, one.failures))
         there = {node.name for node in nodes}
-        places = [place for one in running for place in one.places if place.node not in there]
-        gone = {
-            place.node: 1 + max(place.gpus, default=-1) for place in sorted(places, key=lambda one: one.gpus)
-        }
-        nodes = (*nodes, *(ClusterNode(name, gpus, health="down") for name, gpus in gone.items()))
+        gone = [place for one in running for place in one.places if place.node not in there]
+        gpus = 1 + max((gpu for place in gone for gpu in place.gpus), default=-1)
+        names = dict.fromkeys(place.node for place in gone)
+        nodes = (*nodes, *(ClusterNode(name, gpus, health="down") for name in names))
         return snapshot_of(
             now_s, nodes, [self._asks(one, nodes) for one in waiting], running,
             queue_settings(self.store, self.player.target).quotas,
@@ -267,7 +259,7 @@ class Supervisor:
             for record in waiting:
                 self._tell(record, f"the policy {policy.name} decided what cannot be: {wrong[0]}")
             return
-        free, told = snapshot.free.copy(), set[str]()
+        told = set[str]()
         for one in decided:
             if isinstance(one, Cordon):
                 continue
@@ -276,10 +268,10 @@ class Supervisor:
             if isinstance(one, Waits):
                 self._tell(record, one.reason)
             elif isinstance(one, JobPlacement):
-                if has_room(free, self._request(record), one.places):
-                    self._start(record, one.places, one.reason)
-                else:
+                if violations(snapshot, [one]):  # its places are not free yet
                     self._tell(record, f"{one.reason}, as soon as the jobs that stop for it have saved")
+                else:
+                    self._start(record, one.places, one.reason)
             elif one.job_id not in self.stopping:
                 self._stop(record, "queued", one.reason, one.places if isinstance(one, Resize) else ())
         for record in waiting:
@@ -301,18 +293,6 @@ class Supervisor:
             self.player.start(self.store.jobs()[record.job_id])
         except CumuloError as error:  # its configuration was removed or changed meanwhile
             self._change(record, "failed", str(error))
-
-
-def has_room(free: FreeCapacity, request: JobRequest, places: tuple[TaskPlace, ...]) -> bool:
-    """Whether nobody else has these places now. They are taken, if so."""
-    if not all(place.node in free.index for place in places):
-        return False
-    free.allocate(request, places)
-    nodes = free.numbers(places)
-    least = min(column[nodes].min() for column in (free.gpu_milli, free.cpu_milli, free.memory_mib))
-    if least < 0:
-        free.release(request, places)
-    return bool(least >= 0)
 
 
 def main(folder: Path) -> None:

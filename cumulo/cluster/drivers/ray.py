@@ -67,7 +67,7 @@ class RayDriver:
 
     def look(self, record: JobRecord) -> Facts:
         if record.job.serve is None:
-            return self._queue(record)  # it writes down what happens
+            return self._queue(record)
         if end := _written_end(record):
             self._let_go(record)
             return end
@@ -99,7 +99,8 @@ class RayDriver:
         return {"state": "cancelled", "reason": "the Ray cluster does not know the job", "places": ()}
 
     def _queue(self, record: JobRecord) -> Facts:
-        """Wake the queue of the job's cluster, and start it where it is missing, as after the loss of the head."""
+        """Ask for the queue of the job's cluster, which is started where it is missing, as after the loss of the
+        head. It writes down what happens to the job."""
         ray = connected(record)
         from cumulo.cluster.drivers.ray_job import ON_HEAD
         from cumulo.cluster.drivers.ray_queue import QUEUE, RayQueue
@@ -111,7 +112,7 @@ class RayDriver:
                 name=QUEUE, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
                 max_task_retries=-1, max_concurrency=4, num_cpus=0, resources=ON_HEAD,
             ).remote(folder)  # fmt: skip
-            told = ray.get(queue.wake.remote(folder), timeout=_ASK_S)
+            told = ray.get(queue.cluster.remote(folder), timeout=_ASK_S)
         except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
             disconnect()
             raise TargetLost(f"the Ray head does not answer ({_first_line(error)})", _kept(record)) from error

@@ -48,12 +48,11 @@ _Used = dict[str, tuple[int, int]]  # GPUs and thousandths of cores of each node
 
 class RayQueue:
     def __init__(self, folder: str) -> None:
-        self._supervisor = _supervisor(folder)
-        self._trouble, self._woken = "", threading.Event()
+        self._supervisor, self._trouble = _supervisor(folder), ""
         threading.Thread(target=self._live, daemon=True).start()
 
-    def wake(self, folder: str) -> dict[str, str]:
-        """The cluster by which the queue knows its jobs, or what is wrong."""
+    def cluster(self, folder: str) -> dict[str, str]:
+        """By which name of the cluster the queue finds its jobs in this store, and what is wrong."""
         kept = str(self._supervisor.store.folder)
         if not Path(folder, "log.jsonl").exists():
             return {
@@ -64,24 +63,24 @@ class RayQueue:
             return {"refused": f"{told}, or wait until they have ended"}
         if folder != kept:
             self._supervisor = _supervisor(folder)
-        self._woken.set()
         return {"handle": cluster_address(), "trouble": self._trouble}
 
     def _live(self) -> None:
         while True:
-            self._woken.clear()
-            busy, size = True, self._log_size()
+            busy, seen = True, self._log()
             try:
                 busy = self._supervisor.turn()
                 self._trouble = ""
             except Exception as error:  # whoever looks is told, and the next turn tries again
                 self._trouble = f"{type(error).__name__}: {error}"
-            while not self._woken.wait(_LOOK_S) and not busy and self._log_size() == size:
-                pass  # nothing to do, and nobody has submitted anything
+            time.sleep(_LOOK_S)
+            while not busy and self._log() == seen:
+                time.sleep(_LOOK_S)
 
-    def _log_size(self) -> int:
+    def _log(self) -> tuple[Path, int]:
+        """The log of the store, and how long it is: it grows when somebody submits or cancels a job."""
         log = self._supervisor.store.log
-        return log.stat().st_size if log.exists() else 0
+        return log, log.stat().st_size if log.exists() else 0
 
 
 def _supervisor(folder: str) -> Supervisor:
@@ -103,7 +102,8 @@ class RayPlayer:
         self._looks: list[tuple[float, _Used]] = []  # the last ones at what others use, with their times
 
     def owns(self, record: JobRecord) -> bool:
-        return record.job.train is not None and record.handle == cluster_address()
+        ours = record.target == "ray" and record.job.train is not None
+        return ours and record.handle == cluster_address()
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         return tuple(_node(name, node) for name, node in nodes_by_name().items())
