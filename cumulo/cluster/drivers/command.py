@@ -162,13 +162,7 @@ def speed_table(job: JobFile) -> SpeedTable | None:
     """How fast an elastic run is with every number of GPUs, in copies of the model that compute at once; None: it
     is not elastic, or a task of it is more than one GPU."""
     group, train = job.devices[0], job.train
-    if (
-        job.elastic is None
-        or train is None
-        or group.on_cpu
-        or group.per_node is not None
-        or _is_head(train.source)
-    ):
+    if job.elastic is None or train is None or group.on_cpu or group.per_node or _is_head(train.source):
         return None
     return _copies(str(train.source), train.options, job.elastic)
 
