@@ -129,18 +129,17 @@ def neighbour_rate(rank: int, world: int, gpu: bool, seconds: float) -> float:
 
     tensor, best = torch.zeros(_REDUCE_BYTES // 4, device="cuda" if gpu else "cpu"), 0.0
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else 1)]
-    for turn in range(3):  # no rank has two pairs in a turn
+    turns = [2 if world % 2 and first == world - 1 else first % 2 for first, _ in pairs]
+    for turn in range(3):  # no rank has two pairs in a turn, and all make a group
+        mine = [pair for pair, when in zip(pairs, turns, strict=True) if when == turn and rank in pair]
+        group = new_group(tuple(sorted(mine[0])) if mine else (rank,))
         barrier(world_group())
-        for at, pair in enumerate(pairs):
-            if rank not in pair or turn != (2 if world % 2 and at == world - 1 else at % 2):
-                continue
-            group = new_group(tuple(sorted(pair)))
-            for _ in range(max(2, int(20 * seconds))):
-                barrier(group)
-                began = time.perf_counter()
-                all_reduce(tensor, group)
-                float(tensor[0])  # waits for a GPU
-                best = max(best, tensor.nbytes / (time.perf_counter() - began))
+        for _ in range(max(2, int(20 * seconds)) if mine else 0):
+            barrier(group)
+            began = time.perf_counter()
+            all_reduce(tensor, group)
+            float(tensor[0])  # waits for a GPU
+            best = max(best, tensor.nbytes / (time.perf_counter() - began))
     return best
 
 
