@@ -106,8 +106,9 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
-def test_a_new_run_takes_a_folder_that_is_free(tmp_path: Path) -> None:
-    name = str(tmp_path / "run")
-    assert free_folder(name) == name
-    (tmp_path / "run").mkdir()
-    assert free_folder(name) == f"{name}-2"
+def test_a_new_run_takes_a_folder_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [Path("my texts.txt")]
+    assert free_folder(texts) == "runs/my-texts" and free_folder() == "runs/python"
+    Path("runs/my-texts").mkdir(parents=True)
+    assert free_folder(texts) == "runs/my-texts-2"
