@@ -17,6 +17,7 @@ EXPECTED = {
     "batch.py": "arrived with",
     "stream.py": "ended by",
     "json_report.py": '"ttft_s"',
+    "several_models.py": "second: The capital of France is Paris",
     "quantize.py": "gptq, 4 bits, groups of 64",
 }
 
