@@ -120,3 +120,47 @@ def test_the_html_report_of_a_cluster_has_units_ranges_and_three_digits(tmp_path
     text = html.unescape(re.sub(r"<[^>]+>", "\n", page))
     assert not too_long(text)
     assert "90% range" in text and "Why:" in text
+
+
+ONE_H100 = ("plan", "serve", "llama-3.1-8b", "--devices", "h100-sxm", "--slo", "ttft=1s", "--requests", "60",
+            "--weights", "bfloat16", "--together")  # fmt: skip
+
+
+def test_a_plan_of_servers_says_first_what_it_was_made_for(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    told = CliRunner().invoke(app, [*ONE_H100, "--users", "60", "--think", "30s", "--out", str(plan)]).output
+    assert "60 users who each ask again 30 s after an answer ask at most 2 requests/s" in told
+    assert "prompts of 512 tokens and answers of 128 on average, the defaults: --input" in told
+    context = re.search(r"max_context: (\d+)", plan.read_text())
+    assert context and f"contexts of up to {int(context[1]):,} tokens" in told
+    assert told.index("Planned for") < told.index("price, total")
+
+
+@pytest.mark.parametrize("rates", [(), ("--rate", "1", "--users", "2"), ("--users", "0")])
+def test_either_a_rate_or_users_are_asked_for(rates: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*ONE_H100, *rates])
+    assert done.exit_code != 0 and "--users" in str(done.exception)
+
+
+@pytest.mark.long
+def test_a_refusal_names_what_would_fit_on_the_same_gpus() -> None:
+    asked = (*_TRAIN, "llama-3.1-70b", "--gpus", "8", "--batch", "64", "--no-why")
+    refused = str(CliRunner().invoke(app, [*asked]).exception)
+    options = re.findall(r"(--[a-z-]+(?: \d+)?)(?:, which trains adapters only)? \([\d.]+ GiB\)", refused)
+    assert options == ["--offload-optimizer", "--lora-rank 16"]
+    for option in options:
+        assert CliRunner().invoke(app, [*asked, *option.split()]).exit_code == 0
+
+
+def test_the_catalogue_is_listed(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["plan", "catalog"]).output
+    assert re.search(
+        r"llama-3\.1-8b +8\.03 billion +128 KiB", told
+    )  # 2 x 32 layers x 8 heads x 128 x 2 bytes
+    assert re.search(r"deepseek-v3 +671 billion +68\.6 KiB", told)  # (512 + 64) x 61 layers x 2 bytes
+    assert re.search(r"h100-sxm +79\.1 GiB +3\.35 TB/s +989 TFLOP/s", told) and "rail-infiniband" in told
+    file = tmp_path / "models.json"
+    assert CliRunner().invoke(app, ["plan", "catalog", "models", "--json", str(file)]).exit_code == 0
+    (row,) = [one for one in json.loads(file.read_text())["rows"] if one["name"] == "model llama-3.1-8b"]
+    assert row["KV per token"] == 131072 and row["context"] == "131,072"
+    assert "devices" in str(CliRunner().invoke(app, ["plan", "catalog", "cars"]).exception)

@@ -262,7 +262,7 @@ def test_recomputed_operations_are_named_in_any_order(cumulo: Run) -> None:
 @pytest.mark.long
 def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_hold_it(cumulo: Run) -> None:
     ran = cumulo("plan", "train", "llama-3.1-70b", "--gpus", "8", "--device", "a100-40gb", "--batch", "64")
-    assert ran.code == 2 and "of these GPUs would hold it" in ran.err
+    assert ran.code == 2 and "What would fit, the least change first: " in ran.err
     enough = ran.err.split(" of these GPUs")[0].split()[-1].replace(",", "")
     fits = cumulo(
         "plan", "train", "llama-3.1-70b", "--gpus", enough, "--device", "a100-40gb", "--batch", "64", "--no-why"

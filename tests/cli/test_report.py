@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cumulo.base.quantities import column, quantity, scale
+from cumulo.base.quantities import between, column, quantity, scale
 from cumulo.base.report import ReportTable, Row, machine, table, write_json
 
 
@@ -151,3 +151,8 @@ def test_figures_of_a_column_are_in_the_unit_of_the_largest() -> None:
     assert column([0.0435, 2.66e-6], "s") == (["43.5", "0.00266"], "ms")
     assert column([0.5, 0.25], "GiB") == (["512", "256"], "MiB")
     assert column([], "s") == ([], "s")
+
+
+def test_a_range_has_one_unit_where_both_ends_have_digits_in_it() -> None:
+    assert between(3.1, 4.2, "s") == "3.1 to 4.2 s"
+    assert between(0.288, 150.0, "s") == "288 ms to 2.5 min"

@@ -181,7 +181,7 @@ def test_a_batch_too_small_for_the_cluster_is_said():
     [
         (("llama-3.1-405b", "--gpus", "0"), "1 or more GPUs"),
         (("llama-3.1-405", "--gpus", "1024"), "did you mean llama-3.1-405b"),
-        (("llama-3.1-405b", "--gpus", "16", "--batch", "64"), "of these GPUs would hold it"),
+        (("llama-3.1-405b", "--gpus", "16", "--batch", "64"), "What would fit, the least change first: "),
         (("llama-3.1-8b", "--gpus", "64", "--tokens", "inf"), "--tokens must be more than 0"),
         (("llama-3.1-8b", "--gpus", "64", "--price", "inf"), "price of a GPU"),
         (("llama-3.1-8b", "--gpus", "64", "--repair", "1e9"), "none is left to train"),

@@ -19,7 +19,7 @@ from cumulo.base.quantities import between, number, parse_duration_s, quantity
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
-from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.declare import Panel, group, takes_options, typed_flags
 from cumulo.cli.shared.figures import latency_chart, latency_rows, range_words, trial_columns
 from cumulo.cli.shared.terminal import dim, note, only_json, present, save, working
 from cumulo.errors import ConfigError
@@ -46,7 +46,14 @@ _NOT_FOR_RENT = ("a800", "h800")  # sold in China only, and their prices are a g
 @dataclass(frozen=True, kw_only=True)
 class PlanServeOptions:
     model: shared.ModelName
-    rate: float = shared.TRAFFIC("Request rate of all replicas together, in requests/s.")
+    rate: float | None = shared.TRAFFIC(
+        "Request rate of all replicas together, in requests/s. This or --users is needed.", None
+    )
+    users: float | None = shared.TRAFFIC(
+        "Number of people who use it at the same time, in place of --rate: each asks, reads the answer for "
+        "--think, and asks again.",
+        None,
+    )
     slo: shared.SloOption
     devices: str = _WHERE(
         "Devices to consider, separated by commas. Default: every GPU in the catalogue but a800 and h800.", ""
@@ -80,7 +87,7 @@ class PlanServeOptions:
     max_gpus: int | None = _WHERE("Maximum number of GPUs. Default: no limit.", None)
     traffic: shared.TrafficOptions = shared.TrafficOptions(requests=400)
     slo_percentile: shared.SloPercentile = 99.0
-    think: str = _REPORT("Time a user waits between an answer and the next question.", "30s")
+    think: str = shared.TRAFFIC("Time a user waits between an answer and the next question.", "30s")
     out: Path | None = _REPORT(
         "Write the best deployment to this file, which `cumulo serve --plan FILE` starts.", None
     )
@@ -102,7 +109,7 @@ def serve(chosen: PlanServeOptions) -> None:
     The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
     catalog, think_s = shipped(chosen.catalog_file), parse_duration_s(chosen.think, "--think")
-    wanted, choices = _wanted(chosen, catalog), _choices(chosen, catalog)
+    wanted, choices = _wanted(chosen, catalog, think_s), _choices(chosen, catalog)
     with working("planning") as tell:
         every = kinds(wanted.spec, wanted.traffic, wanted.slo, catalog, choices)
         plan = search(wanted, every, tell, promises=True)
@@ -114,7 +121,8 @@ def serve(chosen: PlanServeOptions) -> None:
     users = [(number(best.replicas * one.users(think_s)), one) for one in plan.curve]
     total = RunFigure("", lambda one: one.rate * best.replicas, heading="requests/s, total", shown="{:.3g}")
     columns = total, *trial_columns()
-    heading = f"{chosen.model}, {chosen.rate:g} requests/s: {best}"
+    heading = f"{chosen.model}, {wanted.rate:g} requests/s: {best}"
+    asked = _asked(chosen, wanted, think_s)
     notes = (
         f"why: {_why(plan)}.",
         f"evidence: {best.replica.confidence.evidence}.",
@@ -123,18 +131,25 @@ def serve(chosen: PlanServeOptions) -> None:
         _rejected(plan),
     )
     planned = plan_file(best, chosen.model, wanted.slo, plan.promise)
+    asked += f" The server takes contexts of up to {planned.max_context or wanted.spec.max_context:,} tokens."
     save(chosen.svg, lambda: chart_file(chart), "chart")
-    save(chosen.report_file, lambda: _report_page(heading, rows, notes, chart, users, columns), "report")
+    save(
+        chosen.report_file,
+        lambda: _report_page(heading, rows, (asked, *notes), chart, users, columns),
+        "report",
+    )
     save(chosen.out, lambda: plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]])), "plan")
     present(
         rows,
         chosen.json_file,
         Text(heading, "bold"),
+        dim(asked),
         reports.table("", rows),
         figure_table("users", users, columns, "How many users fit"),
         dim("\n".join(filter(None, notes))),
         plans=[_as_dict(one, plan) for one in plan.deployments],
         options=[asdict(one) for one in options_chosen],
+        asked=asked,
     )
     if only_json(chosen.json_file):
         return
@@ -148,15 +163,42 @@ def serve(chosen: PlanServeOptions) -> None:
     note(f"start it with: cumulo serve{model_word}{words}")
 
 
-def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
-    check_rate(chosen.rate)
+def _wanted(chosen: PlanServeOptions, catalog: Catalog, think_s: float) -> Wanted:
+    if (chosen.rate is None) == (chosen.users is None):
+        raise ConfigError("say how much is asked: --rate in requests/s or --users, one of them")
+    if chosen.users is not None and not 0 < chosen.users < float("inf"):
+        raise ConfigError(f"--users must be more than 0, got {chosen.users:g}")
+    if chosen.users is not None and think_s <= 0:
+        raise ConfigError(
+            "--users needs a --think of more than 0 s; give --rate for programs that never wait"
+        )
+    rate = chosen.rate if chosen.rate is not None else (chosen.users or 0.0) / think_s
+    check_rate(rate)
     if chosen.max_gpus is not None and chosen.max_gpus < 1:
         raise ConfigError(f"--max-gpus must be 1 or more, got {chosen.max_gpus}; omit it for no limit")
     objective = parse_objective(chosen.slo, chosen.slo_percentile)
     if objective is None:
         raise ConfigError("a deployment plan needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms")
     spec = catalog.model_or_file(chosen.model)
-    return Wanted(spec, chosen.traffic.traffic(spec.max_context), chosen.rate, objective, chosen.max_gpus)
+    return Wanted(spec, chosen.traffic.traffic(spec.max_context), rate, objective, chosen.max_gpus)
+
+
+def _asked(chosen: PlanServeOptions, wanted: Wanted, think_s: float) -> str:
+    """What was planned for, where it is easily overlooked: the traffic, and how users become a rate."""
+    prompt, output, shared_tokens = wanted.traffic.means()
+    typed, told = typed_flags(), f"{number(prompt)} tokens and answers of {number(output)} on average"
+    if shared_tokens:
+        told += f", {number(shared_tokens)} of a prompt known from an earlier one"
+    usual = not {"trace", "input_tokens", "output_tokens"} & set(typed)
+    traffic = f"Planned for prompts of {told}" + (
+        ", the defaults: --input, --output or --trace say otherwise." if usual else "."
+    )
+    if chosen.users is None:
+        return traffic
+    return (
+        f"{number(chosen.users)} users who each ask again {quantity(think_s, 's')} after an answer ask at most "
+        f"{number(wanted.rate)} requests/s. {traffic}"
+    )
 
 
 def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
@@ -213,7 +255,7 @@ def _rows(plan: ServePlan, slo: Slo, think_s: float) -> list[Row]:
     price_range = between(min(prices), max(prices), "USD/M tokens")
     per_gpu, think = quantity(best.output_tok_s / best.gpus, "tok/s"), quantity(think_s, "s")
     notes = {
-        "price": f"in the steady state, range {price_range} if all headroom is used",
+        "price": f"at this rate; {price_range} if all headroom is used",
         "tokens": f"what was asked, in the steady state: {per_gpu} per GPU",
         "headroom": f"range {between(headroom[0], headroom[2], '%')}; then {plan.capacity[1].limit(slo)}",
         "users": f"range {between(users[0], users[2], 'users')}; each reads for {think} between an answer "

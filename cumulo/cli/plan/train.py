@@ -94,6 +94,7 @@ EXAMPLE = (
     "--tokens 15e12[/bold]"
 )
 _LIMITS, _REPORT = map(Panel, ("Limits", "Report"))
+_SURE = 0.8  # a plan that fits less surely is said to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,8 @@ def train(chosen: PlanTrainOptions) -> None:
     limits = RunLimits(chosen.deadline_days, chosen.budget)
     interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
     storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
+    if dtype_note := _wider(goal):
+        note(dtype_note)
     with working("planning"):
         result = _plans(goal, fixed)
         best = result.plans[0]
@@ -188,6 +191,27 @@ def train(chosen: PlanTrainOptions) -> None:
     tables = view.shown(chosen.model, goal, result, gains, rows, stalls), view.phase_tables(phases)
     told = view.as_dict(result, gains, stalls) | more
     present(rows, chosen.json_file, *tables[0], *tables[1], **told)
+    sure = (
+        best.estimate.memory.fits_with_probability(goal.memory_limit_bytes) if best.estimate.memory else 1.0
+    )
+    if fixed is None and sure < _SURE:
+        roomy = 0.9 * goal.memory_limit_bytes / 2**30
+        note(
+            f"the best plan fits into memory with a probability of {sure:.0%} only; --memory-gib {roomy:.3g} plans "
+            "with room"
+        )
+
+
+def _wider(goal: TrainGoal) -> str:
+    """What is to be known of a number format that the device does not compute in."""
+    device, dtype = goal.cluster.device, goal.dtype
+    if dtype in device.peak_flops or device.generation == "cpu":
+        return ""
+    rates = ", ".join(name for name in device.peak_flops)
+    return (
+        f"{device.name} has no units for {dtype} (it has {rates}): its products are timed at the rate of the next "
+        "wider format"
+    )
 
 
 def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
@@ -237,6 +261,8 @@ def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
             plan = timed(fits.job, goal)
         else:
             plan, fits = timed_unnamed(fixed, goal)
+        if plan.job.layout.pp > 1 and not {"schedule", "chunks"} & said_in(fixed):
+            note(f"--fixed names no schedule: {plan.job.layout.schedule} is assumed; schedule=... changes it")
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
         if fits.saved_by:
             note(

@@ -185,9 +185,42 @@ def refuse(goal: TrainGoal) -> None:
         f"no layout fits: the least any needs is {quantity(ledger.total, 'B')} on a GPU ({what}; most of it "
         f"{largest.name}, {quantity(largest.predicted, 'B')}), and there are {quantity(limit, 'B')}"
     )
-    if (enough := _enough_gpus(goal)) is not None:
-        message += f"; {enough:,} of these GPUs would hold it"
+    if would_fit := [*_savings_that_fit(goal), *_gpus_that_fit(goal)]:
+        message += f". What would fit, the least change first: {', or '.join(would_fit)}"
     raise OutOfMemory(message)
+
+
+# Options of `cumulo plan train` and what they change of a goal: first what computes the same, then what trains
+# something else.
+_SAVINGS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("--offload-activations", {"offload_activations": True}),
+    ("--optimizer adamw8bit", {"optimizer": "adamw8bit"}),
+    ("--offload-optimizer", {"offload_optimizer": True}),
+    ("--offload-optimizer --offload-activations", {"offload_optimizer": True, "offload_activations": True}),
+    ("--lora-rank 16, which trains adapters only", {"lora_rank": 16}),
+    ("--lora-rank 16 --frozen-bits 4, adapters on 4-bit weights", {"lora_rank": 16, "frozen_bits": 4}),
+)
+
+
+def _savings_that_fit(goal: TrainGoal) -> Iterator[str]:
+    """On the same GPUs, each with the memory that its smallest layout needs."""
+    named: list[dict[str, object]] = []
+    for words, fields in _SAVINGS:
+        if any(one.items() <= fields.items() for one in named):
+            continue
+        try:
+            other = replace(goal, **fields)  # type: ignore[arg-type]
+        except ConfigError:  # a CPU has no host beside it
+            continue
+        least = least_memory(other) if other != goal else None
+        if least is not None and least[0].total <= goal.memory_limit_bytes:
+            named.append(fields)
+            yield f"{words} ({quantity(least[0].total, 'B')})"
+
+
+def _gpus_that_fit(goal: TrainGoal) -> Iterator[str]:
+    if (enough := _enough_gpus(goal)) is not None:
+        yield f"{enough:,} of these GPUs"
 
 
 def least_memory(goal: TrainGoal) -> tuple[MemoryLedger, str] | None:

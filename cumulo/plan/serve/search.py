@@ -269,10 +269,11 @@ def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
     if not fitting:
         tried = [one for one in every if one.runnable] or every
         largest = max(tried, key=lambda one: one.replica.ranks * one.replica.device.memory_bytes)
+        other_engines = any(one.replica.engine != "cumulo" for one in every)
+        hint = ", or add --hypothetical to plan for engines with 8-bit experts and KV caches"
         return (
             f"`cumulo serve` runs the model on none of the {len(every)} kinds of replica considered (omit "
-            "--devices to consider all, or add --hypothetical to plan for engines with 8-bit experts and KV "
-            f"caches); in the largest, {largest.why_not}"
+            f"--devices to consider all{hint * (not other_engines)}); in the largest, {largest.why_not}"
         )
     usable = [one for one in fitting if one.most_rate > 0]
     if not usable:
