@@ -110,6 +110,15 @@ def default_store() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cumulo" / "jobs"
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The log as it was read last, and its jobs."""
+
+    size: int = 0
+    lines: bytes = b""
+    jobs: Mapping[str, JobRecord] = field(default_factory=dict)
+
+
 class JobStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -121,10 +130,7 @@ class JobStore:
             ) from error
         self.log = self.folder / "log.jsonl"
         self.decisions = self.folder / "decisions.jsonl"
-        self._known: tuple[bytes, dict[str, JobRecord]] = (
-            b"",
-            {},
-        )  # the log as it was read last, and its jobs
+        self._known = _Known()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -172,12 +178,14 @@ class JobStore:
 
     def jobs(self) -> dict[str, JobRecord]:
         """Only what was appended since the last time is worked out."""
-        lines, (seen, jobs) = self._lines(), self._known
-        if not lines.startswith(seen):
-            seen, jobs = b"", {}
-        jobs = folded(self._events(lines[len(seen) :], 1 + seen.count(b"\n")), jobs)
-        self._known = lines, jobs
-        return dict(jobs)
+        size = self.log.stat().st_size if self.log.exists() else 0
+        known = self._known
+        if size != known.size:
+            lines = self._lines()
+            known = known if lines.startswith(known.lines) else _Known()
+            new = self._events(lines[len(known.lines) :], 1 + known.lines.count(b"\n"))
+            self._known = known = _Known(size, lines, folded(new, known.jobs))
+        return dict(known.jobs)
 
     def find(self, name: str) -> JobRecord:
         """The job of that id; the name of a job file means the last job of that name."""

@@ -106,7 +106,7 @@ def test_jobs_of_three_tenants_obey_the_policy_and_survive_the_head(store: JobSt
             launching.launch(job, "ray", store)
         wait_for(lambda: sum(one.state == "done" for one in looked(store)) >= 8, "the first jobs")
         before = {one.job_id: one.state for one in jobs(store)}
-        assert list(before.values()).count("queued") >= 8 and "running" in before.values()
+        assert list(before.values()).count("queued") >= 8
         first.kill_all()
         with_head = len(turns(store))
         assert "does not answer" in launching.refreshed(store)[1][0]

@@ -144,9 +144,7 @@ class Supervisor:
         for leaves in drained(self.health.seen(self.player.nodes()), placed):
             self._stop(self.store.jobs()[leaves.job_id], "queued", leaves.reason)
         policy = policy_named(queue_settings(self.store, self.player.target).policy)
-        # A decision is carried out to its end before the next one: what is to stop is not chosen twice.
-        played = not any(stopping.then == "queued" for stopping in self.stopping.values())
-        if (waiting or policy.always_decide) and played:
+        if waiting or policy.always_decide:
             self._decide(policy, waiting)
         return bool(self.jobs())
 
@@ -259,7 +257,8 @@ class Supervisor:
             for record in waiting:
                 self._tell(record, f"the policy {policy.name} decided what cannot be: {wrong[0]}")
             return
-        told = set[str]()
+        # While jobs save and stop, others start, but none is stopped for what is being carried out already.
+        stops, told = any(one.then == "queued" for one in self.stopping.values()), set[str]()
         for one in decided:
             if isinstance(one, Cordon):
                 continue
@@ -272,7 +271,7 @@ class Supervisor:
                     self._tell(record, f"{one.reason}, as soon as the jobs that stop for it have saved")
                 else:
                     self._start(record, one.places, one.reason)
-            elif one.job_id not in self.stopping:
+            elif not stops:
                 self._stop(record, "queued", one.reason, one.places if isinstance(one, Resize) else ())
         for record in waiting:
             if record.job_id not in told:

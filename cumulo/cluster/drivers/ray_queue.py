@@ -67,20 +67,12 @@ class RayQueue:
 
     def _live(self) -> None:
         while True:
-            busy, seen = True, self._log()
             try:
-                busy = self._supervisor.turn()
+                self._supervisor.turn()
                 self._trouble = ""
             except Exception as error:  # whoever looks is told, and the next turn tries again
                 self._trouble = f"{type(error).__name__}: {error}"
             time.sleep(_LOOK_S)
-            while not busy and self._log() == seen:
-                time.sleep(_LOOK_S)
-
-    def _log(self) -> tuple[Path, int]:
-        """The log of the store, and how long it is: it grows when somebody submits or cancels a job."""
-        log = self._supervisor.store.log
-        return log, log.stat().st_size if log.exists() else 0
 
 
 def _supervisor(folder: str) -> Supervisor:
