@@ -40,9 +40,9 @@ def check_node(
                 _gpu_rates(found, seconds, published)
             else:
                 _cpu_rates(found, seconds)
-            if not quick and "RANK" not in os.environ:
-                tell("all-reduce")
-                _own_all_reduce(found, seconds)
+        if not quick and "RANK" not in os.environ:
+            tell("all-reduce")
+            _own_all_reduce(found, seconds)
         if found.wrong or found.disturbed or not again(found):
             break
     return found

@@ -1,5 +1,6 @@
 """What is heard of nodes: what becomes of them, that jobs go elsewhere, and that healthy ones stay."""
 
+import os
 import random
 import socket
 import stat
@@ -26,11 +27,13 @@ from cumulo.cluster.decide.recovery import UNHEALTHY, AttemptEnd, after_attempt
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers import local_supervisor
 from cumulo.cluster.drivers.command import checked, output_file
+from cumulo.cluster.drivers.local_attempt import Attempt
 from cumulo.cluster.drivers.local_supervisor import Supervisor
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.node_health import NodeHealth, end_signals, log_signals
+from cumulo.ranks.hang import Standing, verdict
 from tests.cluster.test_local import job, store, until
 from tests.serve.running_server import wait_for
 
@@ -156,7 +159,8 @@ def test_this_machine_is_closed_by_its_hosts_name(tmp_path: Path) -> None:
 
 
 def test_a_hang_report_names_the_node_of_the_rank(tmp_path: Path) -> None:
-    said = "step 13 has taken more than 10 s: ranks 2, 3 held it up, after 3 restarts already"
+    waits = [Standing(rank, 13, True, "model.py:7 (all_reduce)", "") for rank in (0, 1)]
+    said = f"{verdict(waits, 4, 10.0).splitlines()[0]}, after 3 restarts already"
     end, ranks = AttemptEnd(1, False, 13, 0, said), ("n1", "n1", "n2", "n2")
     (signal,) = end_signals(record(), ranks, end)
     assert (signal.node, signal.kind, signal.job) == ("n2", "hang", "tiny-1")
@@ -211,6 +215,35 @@ def test_a_job_leaves_a_drained_node_and_goes_on_elsewhere(three_nodes: JobStore
     until(three_nodes, supervisor, lambda: three_nodes.find("tiny").attempt == 2, "the second attempt")
     now = three_nodes.find("tiny")
     assert {place.node for place in now.places} == {"n2"} and now.failures == 0
+
+
+@pytest.mark.long
+def test_an_xid_in_the_kernels_log_stops_a_start_until_the_node_passes_its_check(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for dmesg; the check is the real one."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    (tmp_path / "dmesg").write_text(f"#!/bin/sh\necho '[{uptime_s:.3f}] {FALLEN[9:]}'\n")
+    (tmp_path / "dmesg").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launching.launch(job("tiny"), "local", store)
+    supervisor = Supervisor(store)
+    until(store, supervisor, lambda: "draining" in store.find("tiny").reason, "the verdict on the node")
+    stopped = store.find("tiny")
+    assert (stopped.state, stopped.attempt) == ("queued", 1)
+    assert "Xid 79" in NodeHealth(store).states()[socket.gethostname()].reason
+    back = ["cumulo", "check", "node", "--quick", "--uncordon", "--store", str(store.folder)]
+    words = ["import sys", "from cumulo.bench import node_check", "from cumulo.cli import main",
+             "node_check._OTHERS = 2.0", f"sys.argv = {back}", "main()"]  # fmt: skip
+    subprocess.run([sys.executable, "-c", "; ".join(words)], check=True)  # the log is older than the cordon
+    until(store, supervisor, lambda: store.find("tiny").attempt == 2, "the second attempt")
+    attempt = supervisor.attempts()[0]
+    assert isinstance(attempt, Attempt)
+    wait_for(lambda: "sleep" in "".join(map(command_of, attempt.processes())), "the job, after its check")
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text() if Path(f"/proc/{pid}").exists() else ""
 
 
 def test_a_start_on_an_unhealthy_node_is_given_back(tmp_path: Path) -> None:
