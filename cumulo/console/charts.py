@@ -9,7 +9,7 @@ from nicegui import ui
 
 from cumulo.base import svg
 from cumulo.console.shell import show
-from cumulo.console.values import short_id
+from cumulo.console.values import heading, short_id
 from cumulo.serve.engine_link.messages import BlockMap
 
 _MOST_CELLS = 1536
@@ -103,7 +103,7 @@ class TimeChart:
     ) -> None:
         self._unit, self._floor, self._most = unit, floor, most
         with ui.element("div").classes("card"):
-            show(f'<h2 title="{escape(explained)}">{escape(title)}</h2>')
+            show(heading(title, explained))
             self._chart = ui.echart({}, renderer="svg").classes("time-chart")
             self.below = show("")
 

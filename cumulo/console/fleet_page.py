@@ -33,19 +33,9 @@ def tiles_html(replicas: list[dict[str, Any]], policy: str, moved: int) -> str:
         ("Router", policy, "", "How the replica of a request is chosen (--router)."),
         ("Running", sum(one["running"] for one in replicas), "", "Sequences that all replicas compute now."),
         ("Cached", cached, "%", "Prompt tokens that the router found in the chosen replica's prefix cache."),
-        (
-            "Busiest replica",
-            busiest,
-            "× mean",
-            "Prompt tokens it was given to compute, over the mean of all: 1 is even.",
-        ),
-        (
-            "Moved requests",
-            moved,
-            "",
-            "Answers that another replica continued, because theirs failed or restarted.",
-        ),
-    )
+        ("Busiest replica", busiest, "× mean", "Prompt tokens it was given to compute, over the mean: 1 is even."),
+        ("Moved requests", moved, "", "Answers that another replica continued: theirs failed or restarted."),
+    )  # fmt: skip
     return "".join(tile(*one) for one in tiles)
 
 

@@ -15,7 +15,7 @@ from cumulo.console.charts import TimeChart, block_chart
 from cumulo.console.front import Visitor
 from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.values import table, tile
+from cumulo.console.values import heading, table, tile
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import Ready, StepRecord
 from cumulo.serve.observe.step_history import StepHistory
@@ -226,14 +226,6 @@ class _Live:
         ]
         last = samples[-1]
         total = format_bytes(last.memory_total_bytes)
-        for number in range(len(last.gpus)):
-            name = "GPU" if len(last.gpus) == 1 else f"GPU {number}"
-            busy = [
-                float(s.gpus[number].utilization_percent) if number < len(s.gpus) else 0.0 for s in samples
-            ]
-            lines.append((name, str((number + 3) % 8), busy))
-        drawn = [(name, ink, machine_line(samples, values, window, now_s)) for name, ink, values in lines]
-        self._busy.lines(drawn, ends)
         tiles = [
             ("CPU use", last.cpu_percent, "%", "Share of all cores' time that was busy in the last 5 s."),
             ("Memory in use", *_gib(last.memory_used_bytes), f"Of {total}, by all processes."),
@@ -242,16 +234,18 @@ class _Live:
         ]  # fmt: skip
         for number, gpu in enumerate(last.gpus):
             name = "GPU" if len(last.gpus) == 1 else f"GPU {number}"
+            busy = [
+                float(s.gpus[number].utilization_percent) if number < len(s.gpus) else 0.0 for s in samples
+            ]
+            lines.append((name, str((number + 3) % 8), busy))
+            whole = f"Of {format_bytes(gpu.total_bytes)}, by all processes."
             tiles += [
                 (f"{name} use", float(gpu.utilization_percent), "%", "Share of time in which a kernel ran."),
-                (
-                    f"{name} memory",
-                    *_gib(gpu.used_bytes),
-                    f"Of {format_bytes(gpu.total_bytes)}, by all processes.",
-                ),
+                (f"{name} memory", *_gib(gpu.used_bytes), whole),
             ]
-        columns = {4: "four", 6: "six"}.get(len(tiles), "four")
-        self._machine_tiles.classes(replace=f"tiles {columns}")
+        drawn = [(name, ink, machine_line(samples, values, window, now_s)) for name, ink, values in lines]
+        self._busy.lines(drawn, ends)
+        self._machine_tiles.classes(replace=f"tiles {'six' if len(tiles) == 6 else 'four'}")
         self._machine_tiles.set_content("".join(tile(*one) for one in tiles))
 
     def _draw_steps(self, steps: list[StepRecord]) -> None:
@@ -292,7 +286,7 @@ class _Live:
 
 def _card(title: str, explained: str) -> ui.html:
     with ui.element("div").classes("card"):
-        show(f'<h2 title="{escape(explained)}">{escape(title)}</h2>')
+        show(heading(title, explained))
         return show("")
 
 

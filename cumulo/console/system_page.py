@@ -25,16 +25,7 @@ from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "tokenizers",
-    "fastapi",
-    "uvicorn",
-    "msgspec",
-    "llguidance",
-    "nicegui",
-)
+_PACKAGES = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec", "llguidance", "nicegui")
 
 
 def register(shell: Shell, app: FastAPI) -> None:
@@ -70,6 +61,7 @@ def _model(service: Service) -> list[tuple[str, Any]]:
     info = service.engine.info
     if info is None:
         return []
+    sampling = effective(info.generation_defaults).items()
     return [
         ("name", service.model_name),
         ("loaded from", info.model_name),
@@ -79,14 +71,7 @@ def _model(service: Service) -> list[tuple[str, Any]]:
         ("KV cache", f"{info.kv_blocks:,} blocks of {info.block_size} tokens"),
         ("batch", f"at most {info.max_running:,} sequences and {info.max_tokens_per_step:,} tokens per step"),
         *_tiers(service),
-        (
-            "default sampling",
-            ", ".join(
-                f"{name} {value}"
-                for name, value in effective(info.generation_defaults).items()
-                if name not in ("max_tokens", "seed")
-            ),
-        ),
+        ("default sampling", ", ".join(f"{n} {v}" for n, v in sampling if n not in ("max_tokens", "seed"))),
     ]
 
 
@@ -98,15 +83,10 @@ def _tiers(service: Service) -> list[tuple[str, Any]]:
         return []
     used = f"{tiers.host_blocks_used:,} of {tiers.host_blocks:,} blocks"
     rows = [("KV tier: host memory", f"{used}; {tiers.counts.host_hit_tokens:,} tokens fetched")]
-    if service.options.engine.kv_disk:
-        config = service.options.engine
-        rows.append(
-            (
-                "KV tier: disk",
-                f"{tiers.disk_blocks:,} blocks, {format_bytes(tiers.disk_bytes)} of {config.kv_disk_gib:g} GiB in "
-                f"{config.kv_disk}; {tiers.counts.disk_hit_tokens:,} tokens fetched",
-            )
-        )
+    if (config := service.options.engine).kv_disk:
+        held = f"{tiers.disk_blocks:,} blocks, {format_bytes(tiers.disk_bytes)} of {config.kv_disk_gib:g} GiB"
+        fetched = f"{tiers.counts.disk_hit_tokens:,} tokens fetched"
+        rows.append(("KV tier: disk", f"{held} in {config.kv_disk}; {fetched}"))
     return rows
 
 
@@ -291,9 +271,9 @@ def _rank_backend(config: EngineConfig, info: Ready, on_gpu: bool) -> str:
         return config.rank_backend
     if config.layout.world == 1:
         return "one rank exchanges nothing"
-    told = info.runs_on.partition("ranks exchange numbers by ")[
-        2
-    ]  # with its reason, where it is not the usual one
+    _, _, told = info.runs_on.partition(
+        "ranks exchange numbers by "
+    )  # and why, where it is not the usual one
     return told or ("symmetric" if on_gpu else "gloo")
 
 

@@ -64,18 +64,14 @@ def table(columns: Columns, rows: Iterable[Sequence[str] | str], kind: str = "")
         f'<th class="{classes}" title="{escape(tip)}">{name}</th>' for name, classes, tip in columns
     )
     styles = [classes.replace("right", "right num") for _, classes, _ in columns]
-    body = "".join(
-        row
-        if isinstance(row, str)
-        else "".join(
-            (
-                "<tr>",
-                *(f'<td class="{style}">{cell}</td>' for style, cell in zip(styles, row, strict=True)),
-                "</tr>",
-            )
-        )
-        for row in rows
-    )
+
+    def line(row: Sequence[str] | str) -> str:
+        if isinstance(row, str):
+            return row
+        cells = (f'<td class="{style}">{cell}</td>' for style, cell in zip(styles, row, strict=True))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(map(line, rows))
     return f'<table class="plain {kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 

@@ -185,7 +185,6 @@ def load_llm(model: str | None, config: "EngineConfig | None", lora: Path | None
 
 def warn_if_busy() -> None:
     """Other programs make every figure worse, and not every side's alike: say so before measuring."""
-
     from cumulo.base.report import available_cores
 
     load = os.getloadavg()[0]

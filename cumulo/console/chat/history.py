@@ -107,10 +107,9 @@ class HistoryPanel:
             for chat in chats[:_MOST_SHOWN]:
                 self._row(str(chat["id"]), str(chat["name"]), float(chat["updated_s"]))
             if not chats:
-                searched = bool(str(self._search.value or "").strip())
-                ui.label("No conversation matches." if searched else "No conversations yet.").classes(
-                    "soft small"
-                )
+                searched = str(self._search.value or "").strip()
+                told = "No conversation matches." if searched else "No conversations yet."
+                ui.label(told).classes("soft small")
 
     def _row(self, chat_id: str, name: str, updated_s: float) -> None:
         with ui.element("li").classes("current" if chat_id == self._current else ""):
@@ -159,8 +158,4 @@ class HistoryPanel:
 def when(updated_s: float) -> str:
     """The time today, the date before."""
     moment, now = datetime.fromtimestamp(updated_s), datetime.fromtimestamp(time.time())
-    return (
-        moment.strftime("%H:%M")
-        if moment.date() == now.date()
-        else f"{moment.day} {moment.strftime('%b %Y')}"
-    )
+    return moment.strftime("%H:%M" if moment.date() == now.date() else f"{moment.day} %b %Y")

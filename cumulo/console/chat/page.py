@@ -107,8 +107,7 @@ class Chat:
     async def tick(self) -> None:
         service = self._service
         engine = service.engine
-        status = self._doing if service.takes_requests else self._shell.engine_status(service)
-        self._ask.set_status(status)
+        self._ask.set_status(self._doing if service.takes_requests else self._shell.engine_status(service))
         if engine.info is not None and engine.info is not self._info:
             self._info = engine.info
             self._settings.show_effective(engine.info.generation_defaults)

@@ -92,12 +92,12 @@ class ChatCounter:
         turns = turns_of(messages)
         counted = list(map(self._turn, turns))
         window = choose_window(fixed, counted, context, max_tokens)
-        shares = dict(window.shares)
+        shares = {}
         for number, share in window.shares.items():
-            while shares[number] > 0.001 and (
-                self._turn(_shortened(turns[number], shares[number])) > share * counted[number]
-            ):
-                shares[number] *= 0.8  # its beginning has more tokens than its end
+            most = share * counted[number]
+            while share > 0.001 and self._turn(_shortened(turns[number], share)) > most:
+                share *= 0.8  # its beginning has more tokens than its end
+            shares[number] = share
         return replace(window, shares=shares)
 
     def count(self, text: str) -> int:
@@ -172,8 +172,7 @@ def _shortened(turn: Messages, share: float) -> Messages:
         length = min(lengths[place], int(left / (len(turn) - count)))
         left -= length
         if length < lengths[place]:
-            cut = _cut(turn[place], length / lengths[place])
-            kept[place] = cut | {"content": cut["content"] + " …"}
+            kept[place] = turn[place] | {"content": turn[place]["content"][:length] + " …"}
     return kept
 
 
