@@ -62,7 +62,7 @@ _GROUPS = {
 # Groups whose verbs are modules of their own. `simulate/` is the name of folders that decide.
 _FOLDERS = {"plan": "plan", "simulate": "simulation"}
 _VERBS_OF = {
-    "plan": ("train", "serve", "cluster", "validate", "catalog"),
+    "plan": ("train", "serve", "cluster", "validate", "catalog", "why"),
     "simulate": ("serve", "autoscale", "cluster", "network"),
 }
 

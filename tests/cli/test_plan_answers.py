@@ -164,3 +164,32 @@ def test_the_catalogue_is_listed(tmp_path: Path) -> None:
     (row,) = [one for one in json.loads(file.read_text())["rows"] if one["name"] == "model llama-3.1-8b"]
     assert row["KV per token"] == 131072 and row["context"] == "131,072"
     assert "devices" in str(CliRunner().invoke(app, ["plan", "catalog", "cars"]).exception)
+
+
+@pytest.mark.long
+def test_why_walks_from_one_plan_to_another_and_ends_where_it_does(tmp_path: Path) -> None:
+    first = "train llama-3.1-8b --gpus 8 --batch 64 --fixed zero=1,dp=8 --tokens 1e10"
+    second = "train llama-3.1-8b --gpus 16 --batch 64 --fixed zero=1 --tokens 1e10 --dtype float8"
+    file, alone = tmp_path / "why.json", tmp_path / "alone.json"
+    done = CliRunner().invoke(app, ["plan", "why", first, second, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows[1:]] == ["--gpus 16", "--fixed zero=1", "--dtype float8"]
+    assert "refused" in str(rows[1]["value"])  # sixteen GPUs, and a layout of eight
+    assert CliRunner().invoke(app, ["plan", *second.split(), "--json", str(alone)]).exit_code == 0
+    price = next(row["value"] for row in json.loads(alone.read_text())["rows"] if row["name"] == "price")
+    assert rows[-1]["value"] == pytest.approx(price)
+    assert re.search(r"run time +step time +change +plan", done.output)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("fly", "train llama-3.1-8b"), "compares plans of train, serve and cluster"),
+        (("train llama-3.1-8b --gpuz 8", "train llama-3.1-8b"), "gpuz"),
+        (("train 'llama", "train llama-3.1-8b"), "quotation"),
+    ],
+)
+def test_why_refuses_what_is_no_plan(words: tuple[str, str], said: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "why", *words])
+    assert done.exit_code == 2 and said in done.output + str(done.exception)
