@@ -38,7 +38,15 @@ def test_a_long_conversation_leaves_out_its_oldest_turns_and_says_which_limit_en
 ) -> None:
     model = save_tiny_model(tmp_path)
     question = "the cat sat on the mat and the dog saw that the cat was there"
-    typed = [question] * 6 + ["/set max_tokens 400", question, "/why", question, "/summarize", question, "/clear"]
+    typed = [question] * 6 + [
+        "/set max_tokens 400",
+        question,
+        "/why",
+        question,
+        "/summarize",
+        question,
+        "/clear",
+    ]
     monkeypatch.setattr(conversation, "typed_messages", lambda: iter(typed))
     chosen = conversation.ChatOptions(
         model=str(model), engine=EngineOptions(kv_memory_gib=0.01, max_context=256)

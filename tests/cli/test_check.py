@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cumulo.bench import node_check
@@ -102,15 +103,15 @@ def test_a_busy_machine_is_not_judged_and_not_brought_back(
 def test_a_wrong_product_drains_the_node(
     cumulo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Wrong(node_check.np.ndarray):  # type: ignore[name-defined,misc]
+    class Wrong(np.ndarray[Any, Any]):
         def __matmul__(self, other: Any) -> Any:
             return super().__matmul__(other) + (1 if other.shape[1] > 1 else 0)
 
     class Chance:
         def integers(self, low: int, high: int, shape: tuple[int, int]) -> Any:
-            return node_check.np.ones(shape).view(Wrong)
+            return np.ones(shape).view(Wrong)
 
-    monkeypatch.setattr(node_check.np.random, "default_rng", lambda seed: Chance())
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Chance())
     done = cumulo("check", "node", "--quick", "--node", "n1", "--store", str(tmp_path), "--cordon")
     assert done.code == 1 and "n1: drain: a matrix product on the CPU is wrong" in done.err
 

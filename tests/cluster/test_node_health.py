@@ -15,6 +15,7 @@ from cumulo.cluster import launching
 from cumulo.cluster.decide.health import (
     HealthSignal,
     NodeCheck,
+    SignalKind,
     chance,
     check_signals,
     compared,
@@ -105,7 +106,7 @@ def test_nothing_that_clean_runs_say_ever_cordons_a_node(seed: int) -> None:
         ran |= {name: ran[name] + 1 for name in used}
         at_s, signals = 600.0 * number, list[HealthSignal]()
         if draw.random() < 0.1:  # its program fails
-            kind = draw.choice(("failure", "hang"))
+            kind: SignalKind = draw.choice(("failure", "hang"))
             signals.append(HealthSignal(draw.choice(used), kind, "a bug", at_s, job=f"j{number}"))
         check = NodeCheck(draw.choice(used), "cpu", {"memory bandwidth": 1e10 * draw.uniform(0.9, 1.1)})
         signals += check_signals(check, compared(check, checks), at_s)
