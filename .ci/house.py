@@ -21,11 +21,11 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
 LINES_PER_ROOM = {
-    "base": 1_750,
+    "base": 1_760,
     "bench": 3_161,
     "checkpoint": 1_450,
-    "cli": 7_920,
-    "cluster": 10_180,
+    "cli": 8_300,
+    "cluster": 10_520,
     "collectives": 4_200,
     "console": 5_000,
     "diagnose": 1_900,
@@ -45,7 +45,7 @@ LINES_PER_ROOM = {
     "spec": 2_350,
     "train": 7_950,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_970, 782, 3_900, 55_000
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 118_900, 790, 3_900, 55_000
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (
