@@ -127,7 +127,8 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 $(VENV)/.ready-long: $(VENV)/.ready-test tests/clients/requirements.txt tests/clients/package.json
 	$(SAY) 'installing Ray and the client libraries that are tested against the server'
 	@$(BIN)/python -m venv $(VENV)/clients </dev/null 1>&2 && \
-	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check \
+	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 </dev/null 1>&2 && \
+	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 	    -r tests/clients/requirements.txt </dev/null 1>&2 || \
 	  echo 'the client libraries cannot be installed here: their tests are skipped' 1>&2
 	@mkdir -p $(VENV)/clients-js && cp tests/clients/package.json $(VENV)/clients-js && \
