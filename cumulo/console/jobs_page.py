@@ -170,9 +170,7 @@ def history_html(history: JobHistory) -> str:
     return f'{table(columns, rows)}<p class="soft">{escape(str(history))}</p>'
 
 
-def map_html(
-    records: Sequence[JobRecord], slots: Mapping[str, int], closed: Sequence[NodeState] = ()
-) -> str:
+def map_html(records: Sequence[JobRecord], slots: Mapping[str, int], closed: Sequence[NodeState] = ()) -> str:
     """A box for each task on each node, in the colour of its job; `slots`: places of nodes that are known whole;
     `closed`: nodes that get no tasks, and why."""
     title = heading("Cluster map", "Nodes with the tasks that run there, coloured by job.")

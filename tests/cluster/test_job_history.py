@@ -67,7 +67,10 @@ def test_a_history_says_what_was_repeated_and_which_gpu_hours_were_lost(
     assert (first.lost_device_s, second.lost_device_s) == (4 * 50.0, 4 * 30.0)
     history = job_history(record)
     assert history.device_hours == pytest.approx(4 * 200 / 3600)
-    assert str(history) == "2 attempts, 2 steps repeated; 0.222 GPU hours used, 0.0889 of them in no step that counts"
+    assert (
+        str(history)
+        == "2 attempts, 2 steps repeated; 0.222 GPU hours used, 0.0889 of them in no step that counts"
+    )
 
 
 def test_restarts_within_an_attempt_are_attempts_of_the_ranks(

@@ -241,7 +241,7 @@ def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
         system.get("batch", batches.batch),
         system.get("sequence", batches.sequence),
         None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
-        dtype=dtype,
+        dtype=dtype,  # type: ignore[arg-type]
         optimizer=chosen.optimizer,  # type: ignore[arg-type]
         offload_optimizer=chosen.offload_optimizer,
         offload_activations=chosen.offload_activations,

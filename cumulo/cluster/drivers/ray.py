@@ -23,6 +23,7 @@ NAMESPACE = "cumulo"
 _ANSWER_S = 5.0
 _ASK_S = 60.0
 _STAYS_S = 24 * 3600
+_joined: list[str] = []  # the address of the cluster that this process has connected to
 
 
 class RayDriver:
@@ -174,8 +175,12 @@ def connected(record: JobRecord) -> Any:
     ray = _ray()
     address = record.job.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
     if ray.is_initialized():
+        joined = str(ray.get_runtime_context().gcs_address)
+        if _joined and address not in (*_joined, joined):  # the job is on another cluster
+            disconnect()
+    if ray.is_initialized():
         try:
-            _knock(str(ray.get_runtime_context().gcs_address), record)
+            _knock(joined, record)
         except TargetLost:
             disconnect()
             raise
@@ -188,6 +193,7 @@ def connected(record: JobRecord) -> Any:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, TimeoutError, RuntimeError, OSError, ValueError) as error:
         raise TargetLost(_why_not_connected(address, " ".join(str(error).split())[:160])) from error
+    _joined[:] = [address]
     return ray
 
 

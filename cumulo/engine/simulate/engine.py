@@ -93,7 +93,8 @@ class SimulatedEngine:
         self.clock_s = 0.0
         self._mail: list[tuple[float, int, Callable[[], None]]] = []  # what happens to it, and when
         self._posted = itertools.count()
-        self.turns, self._counted = 0, (-1, 0)  # of its loop; after which prompt tokens were counted, and how many
+        self.turns = 0  # of its loop
+        self._counted = (-1, 0)  # after which prompt tokens were counted, and how many
         self._can_plan = False
         stages = scheduler.config.pp
         self._stage_free_s = [0.0] * stages
