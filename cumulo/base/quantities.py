@@ -74,7 +74,7 @@ def column(values: Sequence[float], unit: str) -> tuple[list[str], str]:
 
 
 def between(low: float, high: float, unit: str) -> str:
-    """A range in one unit, that of its high end: "3.1 to 4.2 s"; in two where its ends are far apart: "4 ms to 3 s"."""
+    """A range in the unit of its high end: "3.1 to 4.2 s"; in two where its ends are far apart: "4 ms to 3 s"."""
     size, scaled_unit = scale(high, unit)
     if 0 < abs(low) < 0.01 * size:
         return f"{quantity(low, unit)} to {quantity(high, unit)}"
