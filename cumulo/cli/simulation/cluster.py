@@ -5,7 +5,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,17 +17,26 @@ from cumulo.base.nearest import names_in
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import Panel, takes_options, typed_flags
-from cumulo.cli.shared.terminal import marked, present, save, working
+from cumulo.cli.shared.terminal import marked, present, read_text, save, working
 from cumulo.cli.simulation import cluster_report as view
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.quotas import read_quota
+from cumulo.cluster.decide.slurm import slurm_policy
 from cumulo.cluster.decide.step_time import leaf_fabric
+from cumulo.cluster.drivers.driver import run_tool
 from cumulo.cluster.simulate.fill import RULES, fill
 from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, TraceJob, elastic_jobs
 from cumulo.cluster.simulate.page import FIGURES, page
 from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
 from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
+from cumulo.cluster.simulate.slurm_record import (
+    SlurmRecord,
+    SlurmRehearsal,
+    read_slurm_record,
+    rehearse,
+    slurm_settings,
+)
 from cumulo.cluster.simulate.synthetic import (
     PUBLISHED_RATES,
     FailureRates,
@@ -51,7 +60,10 @@ _CLUSTER, _JOBS, _REPORT = map(Panel, ("Cluster", "Jobs", "Report"))
 class ClusterRunOptions:
     trace: Annotated[
         Path | None,
-        typer.Argument(metavar="TRACE", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."),
+        typer.Argument(
+            metavar="TRACE",
+            help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux; or a list of Slurm's jobs.",
+        ),
     ] = None
     nodes: int = _CLUSTER("Number of nodes.", 16, min=1, max=1_000_000)
     gpus_per_node: int = _CLUSTER("GPUs of each node.", 8, min=1, max=1024)
@@ -84,7 +96,7 @@ class ClusterRunOptions:
     policy: str = _JOBS(
         "Policies to compare, separated by commas: ORDER[+PLACEMENT][+cordon], or FILE.py:FUNCTION. "
         "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput. "
-        "Placements: pack, topology, emptiest.",
+        "Placements: pack, topology, emptiest. slurm: what Slurm itself would do, for a list of its jobs.",
         "fifo,backfill",
     )
     interval: float | None = _JOBS(
@@ -92,6 +104,10 @@ class ClusterRunOptions:
         "elastic and goodput with 10,000 jobs or more; else 0.",
         None,
         min=0,
+    )
+    slurm_config: Path | None = _JOBS(
+        "For the policy slurm: a file with the output of `scontrol show config`. Without it, scontrol is run.",
+        None,
     )
     fill: bool = _JOBS.flag(
         "Instead of time: how full the cluster gets when tasks arrive and stay, as the FGD paper measures it."
@@ -114,11 +130,20 @@ def cluster(chosen: ClusterRunOptions) -> None:
     _check(chosen)
     nodes = _nodes(chosen)
     pollux = chosen.trace is not None and chosen.trace.is_file() and is_pollux(chosen.trace)
-    jobs = [] if pollux else mispredicted(_jobs(chosen, nodes), chosen.prediction_error)
+    names = names_in(chosen.policy) or [chosen.policy]
+    slurm = _slurm_record(chosen) if "slurm" in names else None
+    rehearsal: SlurmRehearsal | None = None
+    given = slurm.jobs if slurm is not None else [] if pollux else _jobs(chosen, nodes)
+    jobs = mispredicted(given, chosen.prediction_error)
     if chosen.fill:
         _fill(chosen, nodes, jobs)
         return
-    named = [policy_named(name) for name in names_in(chosen.policy) or [chosen.policy]]
+    named = [
+        policy_named(name)
+        if slurm is None or name != "slurm"
+        else NamedPolicy(name, slurm_policy(slurm.settings))
+        for name in names
+    ]
     found, steps, cpu_rows = [], [], []
     with working("simulating") as tell:
         for policy in named:
@@ -143,7 +168,11 @@ def cluster(chosen: ClusterRunOptions) -> None:
                 told=partial(_tell, tell, policy.name),
             )
             with _own_mistakes(policy.name):
-                run = play(nodes, jobs, policy.decide, speed, settings)
+                if slurm is not None and policy.name == "slurm":
+                    rehearsal = rehearse(replace(slurm, jobs=jobs), nodes, settings)
+                    run = rehearsal.run
+                else:
+                    run = play(nodes, jobs, policy.decide, speed, settings)
             cpu_s = time.process_time() - began_s
             found.append((policy.name, run))
             cpu_rows.append(Row(f"{policy.name}: CPU time of the simulation", cpu_s, "s", "lower"))
@@ -160,6 +189,9 @@ def cluster(chosen: ClusterRunOptions) -> None:
     shown += view.never_ended(found)
     if steps:
         shown.append(figure_table("policy", steps, view.STEPS, "step time over the best possible"))
+    if rehearsal is not None:
+        shown.append(view.predicted(rehearsal))
+        rows += view.prediction_rows(rehearsal)
     if chosen.explain:
         shown.append(view.explanation(chosen.explain, found, steps))
     elif len(last_run.per_tenant) > 1:
@@ -169,6 +201,8 @@ def cluster(chosen: ClusterRunOptions) -> None:
 
 def _check(chosen: ClusterRunOptions) -> None:
     """What cannot be meant, and files that could not be written after a long run."""
+    if chosen.trace is not None and chosen.synthetic:
+        raise ConfigError("give a trace or --synthetic, not both")
     if not 0 < chosen.load < math.inf:
         raise ConfigError(f"--load must be more than 0, such as 0.9, got {chosen.load:g}")
     if chosen.interval and not chosen.interval >= _LEAST_INTERVAL_S:
@@ -214,8 +248,6 @@ def _nodes(chosen: ClusterRunOptions) -> list[ClusterNode]:
 
 
 def _jobs(chosen: ClusterRunOptions, nodes: list[ClusterNode]) -> list[TraceJob]:
-    if chosen.trace is not None and chosen.synthetic:
-        raise ConfigError("give a trace or --synthetic, not both")
     if chosen.trace is not None:
         return read_trace(chosen.trace)
     gpus = sum(node.gpus for node in nodes)
@@ -227,6 +259,20 @@ def _jobs(chosen: ClusterRunOptions, nodes: list[ClusterNode]) -> list[TraceJob]
         min(node.gpus for node in nodes),
         chosen.steps,
     )
+
+
+def _slurm_record(chosen: ClusterRunOptions) -> SlurmRecord:
+    if chosen.trace is None:
+        raise ConfigError("the policy slurm needs a list of Slurm's jobs as TRACE, from sacct or squeue")
+    if chosen.slurm_config is not None:
+        return read_slurm_record(chosen.trace, slurm_settings(read_text(chosen.slurm_config)))
+    try:
+        said = run_tool(["scontrol", "show", "config"], "give its output with --slurm-config FILE")
+    except FileNotFoundError:
+        raise ConfigError("there is no scontrol here: give its output with --slurm-config FILE") from None
+    if said.returncode:
+        raise ConfigError(f"scontrol show config failed: {said.stderr.strip()}")
+    return read_slurm_record(chosen.trace, slurm_settings(said.stdout))
 
 
 def _failures(chosen: ClusterRunOptions) -> FailureRates | None:

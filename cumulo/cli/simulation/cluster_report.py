@@ -11,10 +11,12 @@ from rich.table import Table
 from cumulo.base.figures import RunFigure, figure_table
 from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import quantity
+from cumulo.base.report import Row
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits, plain
 from cumulo.cluster.simulate.fill import PUBLISHED, Filling
 from cumulo.cluster.simulate.outcome import ClusterRun
 from cumulo.cluster.simulate.page import FIGURES, KEY
+from cumulo.cluster.simulate.slurm_record import SlurmRehearsal
 from cumulo.errors import ConfigError
 
 Runs = Sequence[tuple[str, ClusterRun]]
@@ -92,6 +94,26 @@ def never_ended(runs: Runs) -> list[str]:
                 f"{job.job_id}, which needs {job.gpus:,g} of {gpus:,} GPUs"
             )
     return lines
+
+
+def predicted(rehearsal: SlurmRehearsal) -> str:
+    """How well a rehearsal of Slurm's own policy predicts the waits that really happened."""
+    waits_s, left = [run.mean_wait_s for run in rehearsal.runs], rehearsal.record.left_out
+    return (
+        f"On Slurm these jobs waited {quantity(rehearsal.real_wait_s, 's')} on average; predicted are "
+        f"{quantity(rehearsal.run.mean_wait_s, 's')} ({rehearsal.error:+.1%}), and {quantity(waits_s[0], 's')} to "
+        f"{quantity(waits_s[-1], 's')} depending on when backfill looks. Half of the jobs are predicted within "
+        f"{quantity(rehearsal.usual_miss_s, 's')}."
+        + f" {left:,} jobs that have not ended are left out."
+        * (left > 0)
+    )
+
+
+def prediction_rows(rehearsal: SlurmRehearsal) -> list[Row]:
+    return [
+        Row("slurm: mean wait that happened", rehearsal.real_wait_s, "s", "lower"),
+        Row("slurm: error of the predicted mean wait", 100 * abs(rehearsal.error), "%", "lower"),
+    ]
 
 
 def _left_out(count: int) -> str:

@@ -5,6 +5,7 @@ run.mean_jct_s, run.utilisation
 """
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ class BrokenPolicy(CumuloError):
 @dataclass(frozen=True, kw_only=True)
 class PlayOptions:
     interval_s: float = 0.0  # decide at multiples of this; 0: whenever something happens
+    # Instead: once something happened, at the next multiple of each first number, plus the second one.
+    decide_after: tuple[tuple[float, float], ...] = ()
     quotas: tuple[TenantQuota, ...] = ()
     failures: FailureRates | None = None
     checkpoint_every_s: float = 1800.0  # a failure loses what was done since
@@ -90,6 +93,7 @@ class _Player:
     now_s: float = 0.0
     events: list[Event] = field(default_factory=list)
     pushed: int = 0
+    planned: set[float] = field(default_factory=set)  # moments of `decide_after`
     live: dict[str, _Live] = field(default_factory=dict)
     waiting: dict[str, _Live] = field(default_factory=dict)
     running: dict[str, RunningJob] = field(default_factory=dict)
@@ -131,14 +135,15 @@ class _Player:
 
     def handle_moment(self) -> bool:
         """All events of this moment; whether a decision is due after them."""
-        due = not self.options.interval_s
+        due, happened = not (self.options.interval_s or self.options.decide_after), False
         while self.events and self.events[0][0] == self.now_s:
             _, _, kind, name, number = heapq.heappop(self.events)
             if kind == "decide":
                 due = True
-                self.push(self.now_s + self.options.interval_s, "decide")
+                if self.options.interval_s:
+                    self.push(self.now_s + self.options.interval_s, "decide")
                 continue
-            self.in_vain = 0
+            self.in_vain, happened = 0, True
             if kind == "arrive":
                 self.arrive(number)
             elif kind == "advance":
@@ -148,6 +153,11 @@ class _Player:
             elif kind == "repair":
                 node = self.free.index[name]
                 self.free.replace_node(node, replace(self.free.nodes[node], health="ready"))
+        for every_s, phase_s in self.options.decide_after if happened else ():
+            at_s = math.ceil((self.now_s - phase_s) / every_s) * every_s + phase_s
+            if at_s not in self.planned:
+                self.planned.add(at_s)
+                self.push(at_s, "decide")
         return due
 
     def push(self, at_s: float, kind: EventKind, name: str = "", number: int = 0) -> None:
@@ -158,7 +168,8 @@ class _Player:
         """Nothing runs, something waits, and only failures are to come: it will wait for ever."""
         if self.running or (self.options.interval_s and self.in_vain <= 2):
             return False
-        return not any(event[2] in ("arrive", "repair") for event in self.events)
+        comes = ("arrive", "repair", "decide") if self.options.decide_after else ("arrive", "repair")
+        return not any(event[2] in comes for event in self.events)
 
     # -- jobs
 

@@ -59,12 +59,12 @@ class TraceLine:
 
 
 def read_lines(path: Path) -> list[TraceLine]:
-    """Column names in any case, maybe with spaces around them; values are separated by commas or semicolons."""
+    """Column names in any case, maybe with spaces around them; values are separated by commas, semicolons or |."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             heading = file.readline()
             file.seek(0)
-            reader = csv.DictReader(file, delimiter=";" if ";" in heading and "," not in heading else ",")
+            reader = csv.DictReader(file, delimiter=_separator(heading))
             names = [(name or "").strip().lower() for name in reader.fieldnames or ()]
             reader.fieldnames = names
             found = [
@@ -80,6 +80,10 @@ def read_lines(path: Path) -> list[TraceLine]:
     if not found:
         raise ConfigError(f"{path} has no lines")
     return found
+
+
+def _separator(heading: str) -> str:
+    return next((one for one in ";|" if one in heading and "," not in heading), ",")
 
 
 def _whole(fields: Mapping[str, str | list[str] | None], path: Path, number: int) -> dict[str, str]:
