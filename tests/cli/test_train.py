@@ -38,6 +38,7 @@ def test_a_run_reports_and_leaves_a_model_that_answers(cumulo: Run, tmp_path: Pa
     losses = json.loads(report.read_text())["losses"]
     assert len(losses) == 6
     again = cumulo("train", str(config), "--folder", str(tmp_path / "again"), "--json", "-")
+    assert again.code == 0, again.err
     assert json.loads(again.out)["losses"] == losses  # to the last digit
     answer = cumulo("chat", str(tmp_path / "run"), "--max-tokens", "4", stdin="a quick")
     assert answer.code == 0, answer.err

@@ -77,7 +77,7 @@ def test_restarts_within_an_attempt_are_attempts_of_the_ranks(
     record: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran(record, (0, 3), (2, 4), (4, 12), monkeypatch=monkeypatch, at_s=(110.0, 160.0, 260.0))
-    with (run_folder(record) / "starts.jsonl").open("a") as stream:
+    with (run_folder(record) / "starts.log").open("a") as stream:
         why = "07:12:01 rank 3 was ended by SIGKILL; restarting all 4 processes (1 of 3)"
         stream.write(json.dumps({"time_s": 150.0, "why": why}) + "\n")
     found = job_history(record).attempts

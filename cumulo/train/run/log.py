@@ -75,7 +75,7 @@ def read_log(path: Path) -> list[TrainRecord]:
     return read_records(path, TrainRecord)
 
 
-_STARTS = "starts.jsonl"
+_STARTS = "starts.log"
 
 
 def note_start(folder: Path, **facts: Any) -> None:
