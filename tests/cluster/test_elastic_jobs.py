@@ -58,7 +58,8 @@ def test_las_preempts_nobody_for_a_job_that_its_tenants_limit_refuses():
     waiting = [JobRequest(f"more{number}", tasks=4, tenant="full", arrival_s=1.0) for number in range(3)]
     quotas = [TenantQuota("full", 4.0), TenantQuota("other", 8.0)]
     decided = policy_named("las").decide(snapshot_of(60.0, nodes, waiting, running, quotas))
-    assert decided == [Waits("more0", "tenant full has 4 GPUs, its limit is 4")]
+    why = "tenant full has 4 GPUs, its limit is 4"
+    assert decided == [Waits(f"more{number}", why) for number in range(3)]
     free_to_start = policy_named("las").decide(snapshot_of(60.0, nodes, waiting, running))
     assert Counter(type(one) for one in free_to_start) == {Eviction: 1, JobPlacement: 1}
 

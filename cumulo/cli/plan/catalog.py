@@ -17,7 +17,7 @@ from cumulo.spec.counting import flops_per_token, parameter_count
 EXAMPLE = "Example: [bold]cumulo plan catalog models[/bold]"
 KindArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[models|devices|nodes|fabrics]", help="What to list. Default: everything."),
+    typer.Argument(metavar="models|devices|nodes|fabrics", help="What to list. Default: everything."),
 ]
 Entry = dict[str, tuple[float, str] | str]  # by column: a figure with its unit, or words
 
