@@ -4,11 +4,12 @@ fit, and sched/backfill, which plans a start for each waiting job and starts oth
 
 It simplifies what Slurm simplifies: a plan takes whole nodes even if its job uses a part, plans begin and end
 at multiples of bf_resolution, and the ends of running jobs are looked at in groups (`_will_run_test`, Slurm 22.05).
+Gangs have one task on each of their nodes, with whole GPUs.
 """
 
 import math
-from bisect import insort
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -17,7 +18,7 @@ import numpy as np
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Places, task_places, tasks_that_fit, why_not
 from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.nodes import Flags, Ints
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _GROUP_S = 30.0  # ends of running jobs within this time are one group; each later group is twice as long
@@ -59,7 +60,6 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    job: JobRequest
     places: Places
     nodes: int
     end_s: float  # at its time limit
@@ -86,32 +86,33 @@ class _Look:
 
     def __init__(self, snapshot: Snapshot, settings: SlurmScheduling) -> None:
         self.now_s, self.settings, self.free = snapshot.now_s, settings, snapshot.free.copy()
-        self.ready = sum(1 << number for number in np.flatnonzero(self.free.ready).tolist())
+        self.ready = _bits(np.flatnonzero(self.free.ready).tolist())
         self.decided: list[Decision] = []
         self.plans: list[_Plan] = []
         self.running: list[_Running] = []  # in the order of their ends
+        self.later: Ints | None = None  # [ends of running jobs, nodes]: GPUs that are free then
         for one in snapshot.running.values():
             self.add_running(one.request, one.places, one.started_s)
 
     def add_running(self, job: JobRequest, places: Places, since_s: float) -> None:
-        one = _Running(job, places, self.nodes(places), since_s + _limit_s(job))
+        one = _Running(places, _bits(self.free.numbers(places)), since_s + _limit_s(job))
         insort(self.running, one, key=attrgetter("end_s"))
-
-    def nodes(self, places: Places) -> int:
-        return sum(1 << number for number in self.free.numbers(places))
 
     def start_in_order(self, queue: Sequence[JobRequest]) -> int:
         """Starts jobs until one does not fit; returns how many."""
         for number, job in enumerate(queue):
-            places = _first_nodes(job, self.free, self.ready)
-            if places is None:
+            able = np.flatnonzero(tasks_that_fit(job, self.free))[: job.tasks].tolist()
+            if len(able) < job.tasks:
                 return number
-            self.start(job, places, "first by priority, and it fits")
+            self.start(job, able, "first by priority, and it fits")
         return len(queue)
 
-    def start(self, job: JobRequest, places: Places, reason: str) -> None:
+    def start(self, job: JobRequest, nodes: list[int], reason: str) -> None:
+        """With one task on each of these nodes."""
+        places = task_places(job, self.free, [(node, 1) for node in nodes])
         self.free.allocate(job, places)
         self.add_running(job, places, self.now_s)
+        self.later = None
         self.decided.append(JobPlacement(job.job_id, places, reason))
 
     def wait(self, job: JobRequest, start_s: float | None = None) -> None:
@@ -122,20 +123,21 @@ class _Look:
 
     def start_or_plan(self, job: JobRequest) -> None:
         """Tries the job from now on, and then from the end of each plan that takes nodes from it."""
-        from_s, limit_s = self.now_s, _limit_s(job)
+        from_s, limit_s, able_from_s = self.now_s, _limit_s(job), self.able_from(job)
         while True:
-            later_s = min((one.end_s for one in self.plans if one.end_s > from_s), default=None)
-            found = self.earliest(job, self.unplanned(from_s, from_s + limit_s))
-            start_s = max(from_s, found[0]) if found else math.inf
-            if found is None or (later_s is not None and start_s > later_s):
-                if later_s is None:
-                    return self.wait(job)
+            later_s = min((one.end_s for one in self.plans if one.end_s > from_s), default=math.inf)
+            usable = self.unplanned(from_s, from_s + limit_s)
+            start_s, nodes = self.earliest(job.tasks, able_from_s, usable, later_s)
+            start_s = max(start_s, from_s)
+            if start_s == math.inf and later_s == math.inf:
+                return self.wait(job)
+            if start_s > later_s:
                 from_s = later_s
             elif start_s <= self.now_s:
                 ahead = f"it ends before {self.plans[0].job_id} can start" if self.plans else "it fits"
-                return self.start(job, found[1], ahead)
+                return self.start(job, nodes, ahead)
             else:
-                plan = self.plan(job, start_s, found[1])
+                plan = self.plan(job, start_s, nodes)
                 if not self.takes_planned(plan):
                     if start_s <= self.now_s + self.settings.window_s:
                         self.plans.append(plan)
@@ -150,11 +152,11 @@ class _Look:
                 found &= ~one.nodes
         return found
 
-    def plan(self, job: JobRequest, start_s: float, places: Places) -> _Plan:
+    def plan(self, job: JobRequest, start_s: float, nodes: list[int]) -> _Plan:
         slot_s = self.settings.resolution_s
         begin_s = start_s // slot_s * slot_s
         end_s = (start_s + _limit_s(job)) // slot_s * slot_s
-        return _Plan(job.job_id, begin_s, max(end_s, begin_s + slot_s), self.nodes(places))
+        return _Plan(job.job_id, begin_s, max(end_s, begin_s + slot_s), _bits(nodes))
 
     def takes_planned(self, plan: _Plan) -> bool:
         return any(
@@ -162,33 +164,52 @@ class _Look:
             for one in self.plans
         )
 
-    def earliest(self, job: JobRequest, usable: int) -> tuple[float, Places] | None:
-        """When these nodes could take the job, if running jobs end at their limits, and where; None: never."""
-        if usable.bit_count() < job.tasks:
-            return None
-        if (places := _first_nodes(job, self.free, usable)) is not None:
-            return self.now_s, places
-        then, group_s = self.free.copy(), _GROUP_S
-        ends = [one for one in self.running if usable & one.nodes]
-        first_s = (ends[0].end_s // _GROUP_S + 1) * _GROUP_S if ends else 0.0
-        for number, one in enumerate(ends, 1):
-            then.release(one.job, one.places)
-            if number < len(ends) and ends[number].end_s <= first_s + group_s:
-                continue
-            if (places := _first_nodes(job, then, usable)) is not None:
-                return max(one.end_s, self.now_s + 1), places  # a job may run on beyond its limit for a while
-            while number < len(ends) and ends[number].end_s > first_s + group_s:
-                group_s *= 2
-        return None
+    def earliest(
+        self, tasks: int, able_from_s: Ints, usable: int, wanted_s: float
+    ) -> tuple[float, list[int]]:
+        """When so many of these nodes can take a task, and which; infinity: never, or later than `wanted_s`."""
+        if usable.bit_count() < tasks:
+            return math.inf, []
+        from_s = np.where(_flags(usable, len(able_from_s)), able_from_s, math.inf)
+        start_s = float(np.partition(from_s, tasks - 1)[tasks - 1])
+        if start_s > wanted_s or start_s == math.inf:
+            return math.inf, []
+        if start_s > -math.inf:
+            start_s = self.end_of_group(start_s, usable)
+        nodes: list[int] = np.flatnonzero(from_s <= start_s)[:tasks].tolist()
+        # A job that is beyond its limit ends soon.
+        return (self.now_s if start_s == -math.inf else max(start_s, self.now_s + 1)), nodes
+
+    def able_from(self, job: JobRequest) -> Ints:
+        """When each node can take a task, if running jobs end at their limits; -infinity: now."""
+        if self.later is None:
+            self.later = np.zeros((1 + len(self.running), len(self.free.nodes)), dtype=np.int32)
+            self.later[0] = self.free.whole
+            for number, one in enumerate(self.running, 1):
+                for place in one.places:
+                    self.later[number, self.free.index[place.node]] += len(place.gpus)
+            np.cumsum(self.later, axis=0, out=self.later)
+        able = self.later >= job.gpus_per_task
+        ends_s = np.array([-math.inf, *(one.end_s for one in self.running)])
+        return np.where(able[-1], ends_s[able.argmax(axis=0)], math.inf)
+
+    def end_of_group(self, end_s: float, usable: int) -> float:
+        """Slurm frees the nodes of a group of running jobs together, and then looks whether the job fits."""
+        ends = [one.end_s for one in self.running if one.nodes & usable]
+        first_s, group_s = (ends[0] // _GROUP_S + 1) * _GROUP_S, _GROUP_S
+        while first_s + group_s < end_s:
+            group_s *= 2
+        return ends[bisect_right(ends, first_s + group_s) - 1]
 
 
 def _limit_s(job: JobRequest) -> float:
     return _NO_LIMIT_S if job.predicted_s is None else job.predicted_s
 
 
-def _first_nodes(job: JobRequest, free: FreeCapacity, usable: int) -> Places | None:
-    """One task on each of the first nodes that can take it."""
-    able = [node for node in np.flatnonzero(tasks_that_fit(job, free)).tolist() if usable >> node & 1]
-    return (
-        task_places(job, free, [(node, 1) for node in able[: job.tasks]]) if len(able) >= job.tasks else None
-    )
+def _bits(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+def _flags(bits: int, count: int) -> Flags:
+    found = np.frombuffer(bits.to_bytes(count // 8 + 1, "little"), dtype=np.uint8)
+    return np.unpackbits(found, count=count, bitorder="little").astype(np.bool_)
