@@ -11,6 +11,8 @@ from cumulo.errors import ConfigError, CumuloError
 from tests.cli.conftest import ROOT
 from tests.whole_command import app
 
+SLURM = ROOT / "examples/cluster"
+
 
 def test_jobs_that_never_fit_are_told_and_nothing_breaks() -> None:
     trace = str(ROOT / "examples/cluster/gangs.csv")
@@ -137,3 +139,38 @@ def test_las_decides_in_rounds_where_jobs_are_many(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(play, "_MANY_JOBS", 20)
     assert 10.0 < mean_wait_s() < 50.0
     assert mean_wait_s("--interval", "0") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--synthetic", "5"], "needs a list of Slurm's jobs as TRACE"),
+        (
+            [str(SLURM / "slurm-jobs.txt"), "--slurm-config", str(SLURM / "gangs.csv")],
+            "what scontrol show config prints",
+        ),
+        ([str(SLURM / "gangs.csv"), "--slurm-config", str(SLURM / "slurm-config.txt")], "the column"),
+        (
+            [str(SLURM / "slurm-jobs.txt")],
+            "there is no scontrol here: give its output with --slurm-config FILE",
+        ),
+    ],
+)
+def test_the_policy_slurm_says_what_it_lacks(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(app, ["simulate", "cluster", "--policy", "slurm", *words], catch_exceptions=False)
+
+
+def test_a_rehearsal_of_slurm_says_how_well_it_predicts(tmp_path: Path) -> None:
+    file = tmp_path / "runs.json"
+    words = [
+        "simulate", "cluster", str(SLURM / "slurm-jobs.txt"), "--slurm-config", str(SLURM / "slurm-config.txt"),
+        "--nodes", "4", "--gpus-per-node", "4", "--policy", "slurm,backfill", "--json", str(file),
+    ]  # fmt: skip
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    rows = {row["name"]: row["value"] for row in json.loads(file.read_text("utf-8"))["rows"]}
+    real_s, error = rows["slurm: mean wait that happened"], rows["slurm: error of the predicted mean wait"]
+    assert error == pytest.approx(100 * abs(rows["slurm: mean wait"] / real_s - 1)) and error < 15

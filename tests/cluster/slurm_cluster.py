@@ -23,7 +23,6 @@ needs_slurm = pytest.mark.skipif(
     any(shutil.which(name) is None for name in _PROGRAMS) or os.getuid() != 0,
     reason="needs slurm-wlm and munge, and root to start them",
 )
-NODES = ("n1", "n2", "n3", "n4")
 _CONFIG = """ClusterName=tiny
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -41,14 +40,12 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 SwitchType=switch/none
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,requeue_delay=0
+{scheduling}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
+SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=5
-MessageTimeout=5
 KillWait=5
 JobRequeue=1
 JobCompType=jobcomp/filetxt
@@ -58,22 +55,33 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+_QUICK = """SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,requeue_delay=0
+SlurmdTimeout=5
+MessageTimeout=5
+"""
+
+
 class SlurmCluster:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: int = 4, gpus: int = 2, scheduling: str = _QUICK) -> None:
+        """`gpus` of each node, and as many cores; `scheduling`: lines of slurm.conf."""
+        self.folder, self.nodes = folder, [f"n{number}" for number in range(1, nodes + 1)]
         self._processes: dict[str, subprocess.Popen[Any]] = {}
         for name in ("state", "spool", "munge"):
             (folder / name).mkdir(parents=True)
-        ports = _free_ports(1 + len(NODES))
-        nodes = "".join(
-            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 "
-            "Gres=gpu:2 State=UNKNOWN\n"
-            for name, port in zip(NODES, ports[1:], strict=True)
+        ports = _free_ports(1 + nodes)
+        lines = "".join(
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={gpus} "
+            f"RealMemory=2000 Gres=gpu:{gpus} State=UNKNOWN\n"
+            for name, port in zip(self.nodes, ports[1:], strict=True)
         )
-        (folder / "slurm.conf").write_text(_CONFIG.format(folder=folder, ports=ports) + nodes)
-        for number in range(2):
+        config = _CONFIG.format(folder=folder, ports=ports, scheduling=scheduling)
+        (folder / "slurm.conf").write_text(config + lines)
+        for number in range(gpus):
             (folder / f"gpu{number}").touch()
-        (folder / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu Count=2 File={folder}/gpu[0-1]\n")
+        (folder / "gres.conf").write_text(
+            f"NodeName=n[1-{nodes}] Name=gpu Count={gpus} File={folder}/gpu[0-{gpus - 1}]\n"
+        )
         key = folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -85,16 +93,18 @@ class SlurmCluster:
         try:
             self.start_identity()
             self.start_controller(fresh=True)
-            for name in NODES:
+            for name in self.nodes:
                 self.start_node(name)
-            wait_for(lambda: all(self.node_state(name) == "idle" for name in NODES), "the nodes of Slurm")
+            wait_for(
+                lambda: all(self.node_state(name) == "idle" for name in self.nodes), "the nodes of Slurm"
+            )
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in NODES:
+        for name in self.nodes:
             if name in self._processes:
                 self.kill_node(name)
         for name in list(self._processes):
