@@ -2,7 +2,8 @@
 `train_time.estimate` and `cumulo plan validate` ask.
 
 The interval is what the errors of published rows near the question say (a weighted conformal interval: Tibshirani
-et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to the nearest.
+et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to the nearest
+and with each doubling of GPUs beyond all rows.
 The errors are those under constants that never saw the row's generation of software, as a question's has not been
 seen either. `cumulo plan validate --left-out` counts how many rows lie inside where only other generations vouch.
 """
@@ -23,7 +24,8 @@ from cumulo.spec.cluster import Cluster
 LEVEL = 0.9
 NEIGHBOURS = 250  # rows that have a say
 REACH = 8.0  # distance at which a row's say falls to 1/e
-WIDENING = 0.1  # of the interval, for each unit of distance to the nearest row
+# Of the interval, for each unit of distance to the nearest row, and for each doubling of GPUs beyond all rows.
+WIDENING = 0.1
 LEAST = 0.04  # half-width: what is printed is rounded, and runs differ from day to day
 UNNAMED = "unnamed"
 BORROWED = 0.20  # half-width at least where constants or rows are of other devices or number formats
@@ -154,13 +156,13 @@ def half_width(
     software is not known, so that of a row makes no distance."""
     mine = features(job, cluster, UNNAMED if unnamed else software)
     nearer = _DIFFERENT["software"] if unnamed else 0.0
+    vouching = [one for one in witnesses() if generation_of(one.row.job.software) not in without]
     near = sorted(
-        (
-            (distance(mine, witness.features) - nearer, witness.unnamed if unnamed else witness.unseen)
-            for witness in witnesses()
-            if generation_of(witness.row.job.software) not in without
-        ),
+        (distance(mine, witness.features) - nearer, witness.unnamed if unnamed else witness.unseen)
+        for witness in vouching
     )[:NEIGHBOURS]
+    most_gpus = max(witness.row.job.layout.world for witness in vouching)
+    beyond = max(0.0, math.log2(job.layout.world / most_gpus))
     nearest = near[0][0]
     weighted = sorted((error, math.exp(-(away - nearest) / REACH)) for away, error in near)
     total = sum(weight for _, weight in weighted)
@@ -172,7 +174,7 @@ def half_width(
         if seen >= wanted:
             quantile = error
             break
-    width = max(LEAST, quantile) * (1 + WIDENING * nearest)
+    width = max(LEAST, quantile) * (1 + WIDENING * (nearest + beyond))
     if borrowed or cluster.device.name not in witnessed_devices():
         width = max(width, BORROWED)
     return width
