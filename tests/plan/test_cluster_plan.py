@@ -12,25 +12,31 @@ from typer.testing import CliRunner
 from cumulo.cli.plan.cluster import cluster as command
 from cumulo.errors import ConfigError
 from cumulo.plan.cluster.checkpoints import Recovery, best_job_gpus, ettr
-from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job, job_sizes
+from cumulo.plan.cluster.goal import ClusterGoal, assumptions, job_sizes
 from cumulo.plan.cluster.plan import plan_cluster
 from cumulo.plan.cluster.report import report
+from cumulo.plan.cluster.sheet import value_range
+from cumulo.plan.evidence import published
+from cumulo.plan.evidence.weights import half_width
+from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.search.unnamed import timed_unnamed
 from cumulo.spec import catalog
 
 FIXED = "tp=8,pp=16,dp=128,zero=2"  # as Llama 3 was trained
 
 
 def a_goal(gpus=16640, fixed=FIXED, **changes):
-    goal = ClusterGoal(
+    return ClusterGoal(
         "llama-3.1-405b",
         catalog.model("llama-3.1-405b"),
         catalog.cluster(gpus, "h100-sxm"),
         global_batch=2048,
         sequence_length=8192,
         tokens=15.6e12,
+        fixed=fixed,
         **changes,
     )
-    return replace(goal, fixed=fixed_job(fixed, goal)) if fixed else goal
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,99 @@ def test_the_worked_example_of_the_documentation(plan):
     assert sheet["interval_written_s"] == pytest.approx(231, abs=1)
     assert sheet["in_repair"] == pytest.approx(2080 * 3.79e-3 * 0.69 * 3)
     assert sheet["spare_nodes"] == 26
+
+
+# Published: GPUs of the job, mean time to failure in h, and where. Projections are Meta's own, from RSC-1's rate.
+MTTF_H = (
+    (1024, 7.9, "RSC-1, measured: Kokolis et al. 2024"),
+    (992, 60 * 24 / 105, "OPT-175B: Zhang et al. 2022"),
+    (16384, 54 * 24 / 419, "Llama 3: Grattafiori et al. 2024"),
+    (16384, 1.8, "RSC-1, projected"),
+    (131072, 0.23, "RSC-1, projected"),
+    (8192, 24 / (1024 * 2.34e-3), "RSC-2"),
+    (12288, 5 * 7 * 24 / 100, "MegaScale: over 100 repairs in several weeks, taken as five"),
+)
+
+
+def failures(gpus, **told):
+    """The sheet of a job's failures by formula."""
+    replicas = gpus // 8
+    goal = ClusterGoal(
+        "qwen3-1.7b",
+        catalog.model("qwen3-1.7b"),
+        catalog.cluster(gpus + 16_000, "h100-sxm"),
+        2 * replicas,
+        4096,
+        1e12,
+        fixed=f"tp=8,dp={replicas}",
+        assumptions=assumptions(told),
+    )
+    return plan_cluster(goal).sheet
+
+
+@pytest.mark.parametrize(("gpus", "mttf_h", "source"), MTTF_H)
+def test_the_range_of_the_time_to_failure_contains_what_was_published(gpus, mttf_h, source):
+    sheet = failures(gpus)
+    assert sheet["mttf_h_low"] < mttf_h < sheet["mttf_h_high"], source
+    assert sheet["mttf_h_low"] < sheet["mttf_h"] < sheet["mttf_h_high"]
+
+
+def test_the_range_of_the_ettr_contains_that_of_published_failure_rates():
+    """Llama 3, MegaScale (both "more than 90%"), and Meta's two clusters at 98,304 GPUs."""
+    for gpus in (12288, 16384):
+        sheet = failures(gpus)
+        assert 0.9 < sheet["ettr_low"] < 0.96 and sheet["ettr_high"] > 0.99
+    sheet = failures(98304)
+    for rate in (6.5, 2.34):
+        recovery = Recovery(86400 / (12288 * rate / 1000), sheet["copy_s"], sheet["pause_restart_s"])
+        assert sheet["ettr_low"] < ettr(recovery, sheet["interval_partner_s"]) < sheet["ettr_high"]
+    assert sheet["ettr_high"] - sheet["ettr_low"] > 0.25
+    assert sheet["goodput_tok_s_low"] < sheet["training_tok_s_low"] * sheet["ettr"]
+    assert sheet["days_high"] / sheet["days"] > sheet["ettr"] / sheet["ettr_low"] > 1
+
+
+def test_a_rate_of_ones_own_has_no_range(plan):
+    mine = plan_cluster(a_goal(assumptions=assumptions({"failures": 3.79, "detect": 120.0}))).sheet
+    assert mine["mttf_h_low"] == mine["mttf_h"] == mine["mttf_h_high"] == plan.sheet["mttf_h"]
+    assert value_range(mine, "mttf_h") == "" and value_range(plan.sheet, "mttf_h") != ""
+    assert mine["ettr_low"] > plan.sheet["ettr_low"]
+    assert mine.figures["failures_range"].source == "--failures is given"
+    assert mine["goodput_tok_s_low"] > plan.sheet["goodput_tok_s_low"]  # the step's range is left
+    assert mine["goodput_tok_s_low"] < 0.9 * mine["goodput_tok_s"]
+
+
+def test_what_is_larger_than_anything_published_is_marked_as_extrapolated(plan):
+    largest = max(row.job.layout.world for row in (*published.rows(), *published.held_out_rows()))
+    assert plan.sheet["published_step"] == largest
+    assert not any(figure.extrapolated for figure in plan.sheet.figures.values())
+    larger = plan_cluster(a_goal(34_000, "tp=8,pp=16,dp=256,zero=2"))
+    figures = larger.sheet.figures
+    for name in ("step_s", "mfu", "mttf_h", "ettr", "ettr_low", "goodput_tok_s_high", "days", "cost_run"):
+        assert figures[name].extrapolated, name
+    for name in ("job_gpus", "spare_nodes", "switches", "checkpoint_bytes", "facility_w", "initialise_s"):
+        assert not figures[name].extrapolated, name
+    page = report(larger)
+    assert "Extrapolated:</b> the job has 32,768 GPUs" in page and ">extrapolated<" in page
+    assert "xtrapolated" not in report(plan)
+
+
+def test_a_step_far_beyond_published_sizes_has_a_wider_range():
+    model = catalog.model("llama-3.1-405b")
+
+    def width(replicas):
+        goal = TrainGoal(model, catalog.cluster(128 * replicas, "h100-sxm"), 16 * replicas, 8192)
+        return half_width(fixed_job("tp=8,pp=16", goal), goal.cluster, unnamed=True)
+
+    assert width(1280) > 1.4 * width(16)  # 163,840 and 2,048 GPUs
+
+
+def test_a_layout_takes_the_time_that_plan_train_says(plan):
+    goal = TrainGoal(
+        catalog.model("llama-3.1-405b"), catalog.cluster(16384, "h100-sxm"), 2048, 8192, software_named=False
+    )
+    theirs, _ = timed_unnamed(FIXED, goal)
+    assert plan.sheet["step_s"] == theirs.estimate.step_s
+    assert plan.sheet["step_s_high"] == theirs.estimate.interval.high
 
 
 def test_formula_and_simulation_agree(plan):

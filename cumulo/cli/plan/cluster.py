@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cumulo.base.report import Row, grid
+from cumulo.base.report import ReportTable, Row
 from cumulo.base.strict import package_yaml
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
@@ -13,10 +13,10 @@ from cumulo.cli.shared.declare import Panel, group, takes_options
 from cumulo.cli.shared.terminal import present, save, working
 from cumulo.errors import ConfigError
 from cumulo.load.simulated import draw_traffic, parse_objective
-from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job
+from cumulo.plan.cluster.goal import ClusterGoal, assumptions
 from cumulo.plan.cluster.inference import InferenceGoal, inference_plan
 from cumulo.plan.cluster.plan import ClusterPlan, plan_cluster
-from cumulo.plan.cluster.report import budget_verdict, report, why_so_many
+from cumulo.plan.cluster.report import budget_verdict, extrapolations, report, why_so_many
 from cumulo.plan.cluster.sheet import value, value_range
 from cumulo.plan.serve.search import ServePlan
 from cumulo.spec.catalog import shipped
@@ -105,7 +105,10 @@ def cluster(chosen: PlanClusterOptions) -> None:
 
 
 def _sentences(plan: ClusterPlan) -> Iterator[str]:
+    if reasons := extrapolations(plan):
+        yield f"extrapolated: {reasons}"
     yield f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}"
+    yield from plan.assumed
     yield f"why: {why_so_many(plan)} {_bound(plan)}"
     if verdict := budget_verdict(plan):
         yield f"budget: {verdict}"
@@ -130,7 +133,7 @@ def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
     if chosen.price is not None:
         device = replace(found.device, price_per_hour=chosen.price)
         found = replace(found, node=replace(found.node, device=device))
-    goal = ClusterGoal(
+    return ClusterGoal(
         model_name=chosen.model,
         model=catalog.model_or_file(chosen.model),
         cluster=found,
@@ -138,12 +141,12 @@ def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
         sequence_length=chosen.batches.sequence,
         tokens=chosen.tokens,
         dtype=chosen.dtype,  # type: ignore[arg-type]
+        fixed=chosen.fixed,
         recovery=chosen.recovery,  # type: ignore[arg-type]
         deadline_days=chosen.deadline_days,
         budget=chosen.budget,
         assumptions=assumptions(asdict(chosen.assumed)),
     )
-    return replace(goal, fixed=fixed_job(chosen.fixed, goal)) if chosen.fixed else goal
 
 
 def _inference(chosen: PlanClusterOptions) -> tuple[InferenceGoal, ServePlan] | None:
@@ -171,12 +174,13 @@ def _bound(plan: ClusterPlan) -> str:
 
 
 def _recoveries(plan: ClusterPlan) -> Any:
-    names = (("pause", "_s"), ("ettr", ""), ("goodput", ""))
-    lines = [
-        (one.name, *(value(plan.sheet.figures[f"{name}_{one.key}{unit}"]) for name, unit in names), one.what)
-        for one in plan.recoveries
-    ]
-    return grid(("", "pause", "trains", "goodput", ""), lines, "After a failure", left=(0, 4))
+    sheet, lines = plan.sheet, []
+    for one in plan.recoveries:
+        names = (f"pause_{one.key}_s", f"ettr_{one.key}", f"goodput_{one.key}")
+        shown = [part for name in names for part in (value(sheet.figures[name]), value_range(sheet, name))]
+        lines.append(((one.name, *shown), one.what))
+    heads = ("", "pause", "90% range", "trains", "90% range", "goodput", "90% range")
+    return ReportTable("After a failure", heads, (False, *(True, False) * 3), lines)
 
 
 def _rows(plan: ClusterPlan) -> list[Row]:
@@ -187,9 +191,9 @@ def _rows(plan: ClusterPlan) -> list[Row]:
             figure.value,
             figure.unit,
             note=figure.label,
-            more={"formula": sheet.shown(name), "inserted": sheet.inserted(name), "source": figure.source}
-            if figure.formula
-            else {"source": figure.source},
+            more=({"formula": sheet.shown(name), "inserted": sheet.inserted(name)} if figure.formula else {})
+            | {"source": figure.source}
+            | ({"extrapolated": "; ".join(figure.extrapolated)} if figure.extrapolated else {}),
         )
         for name, figure in sheet.figures.items()
     ]
@@ -201,7 +205,9 @@ def _table(plan: ClusterPlan) -> Any:
     for name, reason in package_yaml("cumulo.plan", "data/cluster_shown.yaml").items():
         if name in sheet.figures:
             ranged = value_range(sheet, "inference_most" if name == "inference_rate" else name)
-            source = f"{sheet.figures[reason].label}: {value(sheet.figures[reason])}" if reason else ""
-            lines.append((sheet.figures[name].label, value(sheet.figures[name]), ranged, source))
+            figure, notes = sheet.figures[name], ["extrapolated"] * bool(sheet.figures[name].extrapolated)
+            if reason:
+                notes.append(f"from {sheet.figures[reason].label}: {value(sheet.figures[reason])}")
+            lines.append(((figure.label, value(figure), ranged), "; ".join(notes)))
     title = f"{plan.goal.model_name} on {plan.goal.cluster}"
-    return grid(("", "", "90% range", "follows from"), lines, title, left=(0, 2, 3))
+    return ReportTable(title, ("", "", "90% range"), (False, True, False), lines)

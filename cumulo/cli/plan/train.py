@@ -22,7 +22,7 @@ from cumulo.plan.search.plan_file import SUFFIXES, job_text, plan_text, read_job
 from cumulo.plan.search.run_cost import RunCost, RunLimits, Storage, check_limits, stalls_of
 from cumulo.plan.search.search import SearchResult, search, timed
 from cumulo.plan.search.space import TrainGoal
-from cumulo.plan.search.unnamed import system_named, timed_unnamed, widened
+from cumulo.plan.search.unnamed import remarks, system_named, timed_unnamed, widened
 from cumulo.plan.search.why import changes, refuse
 from cumulo.plan.time.compute_profile import shipped_for
 from cumulo.plan.time.phases import CommunicationPhase, phases_of
@@ -261,14 +261,9 @@ def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
             plan = timed(fits.job, goal)
         else:
             plan, fits = timed_unnamed(fixed, goal)
-        if plan.job.layout.pp > 1 and not {"schedule", "chunks"} & said_in(fixed):
-            note(f"--fixed names no schedule: {plan.job.layout.schedule} is assumed; schedule=... changes it")
+        for remark in remarks(fixed, plan, fits, limit):
+            note(remark)
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
-        if fits.saved_by:
-            note(
-                f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and {limit / 2**30:.3g} "
-                f"GiB are available: it is predicted with {', '.join(fits.saved_by)}"
-            )
         if needed > limit:
             note(
                 f"this layout needs {needed / 2**30:.3g} GiB per GPU, but only {limit / 2**30:.3g} GiB are "

@@ -197,8 +197,19 @@ class SweepPoint:
 def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:
     """Sizes and times that follow from the model, and what storage they ask for."""
     words = goal.model.vocab_size
-    given = {"state_bytes_each": optimizer_bytes_each(job, 2), "token_bytes": 2 if words <= 65536 else 4}
+    sheet.fill("failure range")
+    given = {
+        "state_bytes_each": optimizer_bytes_each(job, 2),
+        "token_bytes": 2 if words <= 65536 else 4,
+        **{f"spare_nodes_{end}": spares_at(sheet, sheet[f"failures_{end}"]) for end in ("low", "high")},
+    }
     sheet.fill("checkpoint", given, vocabulary=f"{words:,}")
+
+
+def spares_at(sheet: Sheet, failures: float) -> int:
+    """The spare nodes that a failure rate per 1,000 node-days of 8-GPU nodes asks for."""
+    broken = failures / 1000 * sheet["gpus_per_node"] / 8 * sheet["broken_share"]
+    return spares_needed(int(sheet["nodes"]), broken, sheet["repair"] / 24)
 
 
 # From a failure until training continues, in the sheet's names, by what happens then.
@@ -288,21 +299,45 @@ class RecoveryChoice:
     key: str
     name: str
     what: str
+    waits: str  # the figure of what is uncertain about its pause
 
 
 CHOICES = (
-    RecoveryChoice("restart", "restart the job", "all GPUs stop"),
-    RecoveryChoice("spare", "hot spare", "all GPUs stop, a running spare takes over"),
-    RecoveryChoice("replica", "no global rollback", "one replica stops, the others repeat a step"),
+    RecoveryChoice("restart", "restart the job", "all GPUs stop", "detect"),
+    RecoveryChoice("spare", "hot spare", "all GPUs stop, a running spare takes over", "swap"),
+    RecoveryChoice("replica", "no global rollback", "one replica stops, the others repeat a step", "regroup"),
 )
 
 
 def compare_recoveries(sheet: Sheet, tier: CheckpointTier, replicas: int) -> None:
-    """By formula, at the size of this job."""
-    restart, spare = (
-        ettr_formula(tier.key, tier.stall, tier.away, pause=f"pause_{key}_s") for key in ("restart", "spare")
-    )
-    sheet.fill("recoveries", {"replicas": replicas}, restart=restart, spare=spare)
+    """By formula, at the size of this job, with the interval between checkpoints of the expected failure rate."""
+
+    def formula(key: str, failures: str = "mttf_s", end: str = "") -> str:
+        pause = f"pause_{key}_s{end}"
+        if key != "replica":
+            return ettr_formula(tier.key, tier.stall, tier.away, failures, pause)
+        # All wait for the pause; by Little's law so many replicas are away at once.
+        away = f"(pause_restart_s{end} / ({failures} * replicas))"
+        return f"exp(0 - {pause} / {failures}) * (1 - min(1, {away}))"
+
+    words = {one.key: formula(one.key) for one in CHOICES}
+    sheet.fill("recoveries", {"replicas": replicas}, **words)
+    for one in CHOICES:
+        for side, opposite, sign, share in (
+            ("low", "high", "0 - ", "(detect_range - 1)"),
+            ("high", "low", "", "(1 / detect_range - 1)"),
+        ):
+            sheet.fill(
+                "recovery end",
+                key=one.key,
+                name=one.name,
+                side=side,
+                opposite=opposite,
+                sign=sign,
+                wait=f"{one.waits} * {share}",
+                at_mttf=formula(one.key, f"mttf_s_{side}"),
+                at_pause=formula(one.key, end=f"_{opposite}"),
+            )
 
 
 def best_job_gpus(assumed: Sheet, gpus_per_node: int, load_s: float = 3.0) -> int:

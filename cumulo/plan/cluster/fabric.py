@@ -90,6 +90,8 @@ class FabricChoice:
 def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[FabricChoice, ...]:
     """Rail and fat-tree with the switches of this fabric, at several oversubscriptions above the leaves."""
     found: list[FabricChoice] = []
+    # The sheet's step may be a mean over software.
+    scaled = sheet["step_s"] / estimate(job, replace(cluster, gpus=job.layout.world), explain=False).step_s
     for kind in ("rail", "fat-tree"):
         for ratio in (1, 2, 4):
             name = f"{kind}, {ratio} : 1"
@@ -108,7 +110,7 @@ def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[Fabric
             given = {
                 f"{key}_switches": scratch["switches"],
                 f"{key}_cables": scratch["cables"],
-                f"{key}_step_s": step_s,
+                f"{key}_step_s": scaled * step_s,
             }
             sheet.fill("other fabric", given, key=key, name=name)
             found.append(FabricChoice(key, name))

@@ -8,11 +8,12 @@ from typing import Literal
 
 from cumulo.errors import ConfigError
 from cumulo.plan.cluster.sheet import Sheet
-from cumulo.plan.job import TrainJob
-from cumulo.plan.search import fixed
+from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.space import TrainGoal, tensor_sizes
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
+
+_SPREADS = {"failures": {"failures_range": 1.0, "small_jobs": 0.0}, "detect": {"detect_range": 1.0}}
 
 
 def assumptions(told: Mapping[str, float | None] | None = None) -> Sheet:
@@ -23,6 +24,10 @@ def assumptions(told: Mapping[str, float | None] | None = None) -> Sheet:
         if value is not None:
             source = f"--{name.replace('_', '-')}"
             sheet.figures[name] = replace(sheet.figures[name], value=value, source=source)
+            for spread, none in _SPREADS.get(name, {}).items():  # what somebody knows has no range
+                sheet.figures[spread] = replace(
+                    sheet.figures[spread], value=none, source=f"{source} is given"
+                )
     for name, one in sheet.figures.items():
         if not 0 <= one.value < math.inf:
             raise ConfigError(f"{name} must be 0 or more, got {one.value}")
@@ -49,7 +54,7 @@ class ClusterGoal:
     sequence_length: int
     tokens: float  # to be trained on
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
-    fixed: TrainJob | None = None  # in place of a search
+    fixed: str = ""  # a layout in place of a search, as `cumulo plan train --fixed` reads it
     recovery: Literal["restart", "spare", "replica"] = "restart"  # after a failure
     deadline_days: float | None = None  # the job takes no more GPUs than it needs to end in time
     budget: float | None = None  # USD
@@ -66,21 +71,23 @@ class ClusterGoal:
                 raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 and finite, got {limit:g}")
         if not self.cluster.device.price_per_hour < math.inf:
             raise ConfigError("the price of a GPU must be a number of dollars, got inf")
-        if self.fixed is not None and self.fixed.layout.world > self.cluster.gpus:
-            raise ConfigError(
-                f"the layout {self.fixed.layout} needs {self.fixed.layout.world:,} GPUs, but the cluster has "
-                f"{self.cluster.gpus:,}; make dp smaller, or ask for more GPUs"
-            )
 
     def on(self, gpus: int) -> TrainGoal:
         """The same training on a part of the cluster."""
         cluster = Cluster(self.cluster.node, gpus, self.cluster.fabric)
-        return TrainGoal(self.model, cluster, self.global_batch, self.sequence_length, dtype=self.dtype)
+        return TrainGoal(
+            self.model,
+            cluster,
+            self.global_batch,
+            self.sequence_length,
+            dtype=self.dtype,
+            software_named=False,
+        )
 
 
-def fixed_job(text: str, goal: ClusterGoal) -> TrainJob:
-    """As `cumulo plan train --fixed` reads it, but of as many GPUs as it names: the others are spares. What is
-    not said is what jobs of this size use: ZeRO-1, and sequence parallelism beside tensor parallelism."""
+def fixed_part(goal: ClusterGoal) -> TrainGoal:
+    """The training on as many GPUs as the given layout names: the others are spares."""
+    text = goal.fixed
     sizes = dict(re.findall(r"\b(dp|tp|pp|cp)\s*=\s*(\d+)", text))
     gpus = math.prod(map(int, sizes.values()))
     if gpus > goal.cluster.gpus:
@@ -88,13 +95,13 @@ def fixed_job(text: str, goal: ClusterGoal) -> TrainJob:
             f"the layout {text} needs {gpus:,} GPUs, but the cluster contains {goal.cluster.gpus:,}; make dp "
             f"smaller, or raise --gpus"
         )
-    usual = "zero=1,sp=true" if int(sizes.get("tp", 1)) > 1 else "zero=1"
-    job = fixed.fixed_job(f"{usual},{text}", goal.on(max(1, gpus)))
+    part = goal.on(max(1, gpus))
+    fixed_job(text, part)  # refuses what is no layout
     if "dp" not in sizes:
         raise ConfigError(
             f"--fixed {text} does not contain dp; add dp=N, the number of model copies (the other nodes are spares)"
         )
-    return job
+    return part
 
 
 def job_sizes(goal: ClusterGoal, most_gpus: int, states_bytes: float, count: int) -> list[int]:

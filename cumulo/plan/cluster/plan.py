@@ -7,8 +7,7 @@
 Every number of the plan is a figure of its sheet, with the formula it was worked out by.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cumulo.base.quantities import number, quantity
@@ -26,7 +25,7 @@ from cumulo.plan.cluster.checkpoints import (
     compare_recoveries,
     ettr_formula,
     gains,
-    spares_needed,
+    spares_at,
     storage,
     sweep_intervals,
 )
@@ -38,11 +37,12 @@ from cumulo.plan.cluster.fabric import (
     other_fabrics,
     traffic_of,
 )
-from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
+from cumulo.plan.cluster.goal import ClusterGoal, fixed_part, job_sizes
 from cumulo.plan.cluster.inference import InferenceGoal, inference_sheet
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.network.collectives import Network
-from cumulo.plan.search.search import Plan, search, timed
+from cumulo.plan.search.search import Plan, search
+from cumulo.plan.search.unnamed import remarks, timed_unnamed, widened
 from cumulo.plan.search.why import refuse
 from cumulo.plan.serve.search import ServePlan
 from cumulo.spec.cluster import Cluster
@@ -52,32 +52,14 @@ _SIZES_TRIED = 4
 _MARGIN = 1.04  # sizes that divide the batch are a little apart
 
 
-def plan_training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
-    node, parameters = goal.cluster.node, sheet["parameters"]
-    if goal.fixed is not None:
-        candidates = [goal.fixed.layout.world]
+def plan_training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of the job, and what was assumed of a given layout."""
+    if goal.fixed:
+        part = fixed_part(goal)
+        best, fits = timed_unnamed(goal.fixed, part)
+        assumed = tuple(remarks(goal.fixed, best, fits, part.memory_limit_bytes))
     else:
-        most = goal.cluster.gpus - int(sheet["spare_nodes"]) * node.gpus
-        if (
-            goal.recovery == "restart"
-        ):  # more GPUs would train less: they fail too often, and start too slowly
-            most = min(most, max(node.gpus, best_job_gpus(goal.assumptions, node.gpus)))
-        if most < 1:
-            raise ConfigError(
-                f"{sheet['in_repair']:,.3g} nodes would be in repair at once, so all {int(sheet['nodes']):,} are "
-                f"spares and none is left to train; lower --repair or --failures, or ask for more GPUs"
-            )
-        candidates = [*job_sizes(goal, most, 18 * parameters, _SIZES_TRIED), most]
-    best = _first(goal, candidates)
-    if best is not None and goal.deadline_days is not None and goal.fixed is None:
-        best = _in_time(goal, best, parameters)
-    if best is None:
-        try:
-            refuse(goal.on(most))
-        except CumuloError as error:
-            beside = f"{int(sheet['spare_nodes']):,} of {int(sheet['nodes']):,} nodes are spares"
-            raise ConfigError(f"{error} ({goal.model_name}; {beside})") from error
-        raise ConfigError(f"no layout of {goal.model_name} on {most:,} GPUs was found")
+        best, assumed = _searched(goal, sheet), ()
     estimate, layout = best.estimate, best.job.layout
     held = goal.cluster.device.memory_bytes
     if estimate.memory is not None and estimate.memory.total > held:
@@ -86,24 +68,45 @@ def plan_training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
             f"{goal.cluster.device.name} has {quantity(held, 'B')}; use a larger tp or pp, zero=3 or "
             "recompute=full, or omit --fixed"
         )
-    _job_lines(best, sheet)
-    return best, Cluster(node, layout.world, goal.cluster.fabric)
+    return best, assumed
 
 
-def _first(goal: ClusterGoal, candidates: list[int]) -> Plan | None:
-    """The best plan of the first number of GPUs that has one."""
-    for gpus in candidates:
+def _searched(goal: ClusterGoal, sheet: Sheet) -> Plan:
+    node = goal.cluster.node
+    most = goal.cluster.gpus - int(sheet["spare_nodes"]) * node.gpus
+    if goal.recovery == "restart":  # more GPUs would train less: they fail too often, and start too slowly
+        most = min(most, max(node.gpus, best_job_gpus(goal.assumptions, node.gpus)))
+    if most < 1:
+        raise ConfigError(
+            f"{sheet['in_repair']:,.3g} nodes would be in repair at once, so all {int(sheet['nodes']):,} are "
+            f"spares and none is left to train; lower --repair or --failures, or ask for more GPUs"
+        )
+    best = _first(goal, most, sheet, [most])
+    if best is not None and goal.deadline_days is not None:
+        best = _in_time(goal, best, sheet)
+    if best is None:
+        try:
+            refuse(goal.on(most))
+        except CumuloError as error:
+            beside = f"{int(sheet['spare_nodes']):,} of {int(sheet['nodes']):,} nodes are spares"
+            raise ConfigError(f"{error} ({goal.model_name}; {beside})") from error
+        raise ConfigError(f"no layout of {goal.model_name} on {most:,} GPUs was found")
+    return best
+
+
+def _first(goal: ClusterGoal, most: int, sheet: Sheet, further: Sequence[int] = ()) -> Plan | None:
+    """The best plan of the first number of GPUs that has one: the promising ones up to `most`, then `further`."""
+    for gpus in (*job_sizes(goal, most, 18 * sheet["parameters"], _SIZES_TRIED), *further):
         part = goal.on(gpus)
-        found = [timed(goal.fixed, part)] if goal.fixed is not None else list(search(part, keep=1).plans)
-        if found:
-            return found[0]
+        for plan in search(part, keep=1).plans:
+            return widened(plan, part)
     return None
 
 
-def _in_time(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
+def _in_time(goal: ClusterGoal, largest: Plan, sheet: Sheet) -> Plan:
     """The smallest job that is sure to end in time: at the long end of its range."""
     deadline = goal.deadline_days or 0.0
-    days = _longest_days(goal, largest)
+    days = _longest_days(goal, largest, sheet)
     if days > deadline:
         raise ConfigError(
             f"{quantity(goal.tokens, 'tokens')} take up to {number(days)} days on "
@@ -112,23 +115,38 @@ def _in_time(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
         )
     best = largest
     for _ in range(_SIZES_TRIED):
-        wanted = int(best.job.layout.world * _longest_days(goal, best) / deadline * _MARGIN)
-        smaller = _first(goal, job_sizes(goal, wanted, 18 * parameters, _SIZES_TRIED))
+        wanted = int(best.job.layout.world * _longest_days(goal, best, sheet) / deadline * _MARGIN)
+        smaller = _first(goal, wanted, sheet)
         if smaller is None or smaller.job.layout.world >= best.job.layout.world:
             break
-        if _longest_days(goal, smaller) > deadline:
+        if _longest_days(goal, smaller, sheet) > deadline:
             break
         best = smaller
     return best
 
 
-def _longest_days(goal: ClusterGoal, plan: Plan) -> float:
-    """With the slowest step of its interval, and restarts to the first order."""
-    assumed, gpus = goal.assumptions, plan.job.layout.world
-    tokens_per_s = plan.job.global_batch * plan.job.sequence_length / plan.estimate.interval.high
-    restart_s = assumed["detect"] + assumed["initialise"] * gpus / 96000
-    failures_per_s = gpus / 8 * assumed["failures"] / 1000 / 86400
-    return goal.tokens / (tokens_per_s * math.exp(-restart_s * failures_per_s) * 0.99) / 86400
+def _longest_days(goal: ClusterGoal, plan: Plan, sheet: Sheet) -> float:
+    """At the low end of the goodput by formula; simulated runs are a little below."""
+    scratch = Sheet()
+    scratch.figures.update(sheet.figures)
+    _failures(goal, plan, scratch)
+    return goal.tokens / (0.99 * scratch[f"goodput_{goal.recovery}_low"]) / 86400
+
+
+def _failures(goal: ClusterGoal, plan: Plan, sheet: Sheet) -> tuple[CheckpointTier, ...]:
+    """The job, its failures and its checkpoints by formula; the ways to keep them, best first."""
+    _job_lines(plan, sheet)
+    storage(goal, plan.job, sheet)
+    tiers = sorted(checkpoint_tiers(sheet, goal.recovery), key=lambda tier: tier.ettr, reverse=True)
+    best = tiers[0]
+    if best.ettr < _LEAST_ETTR:
+        restart_s = sheet[f"restart_{best.key}_s"]
+        raise ConfigError(
+            f"the job would fail every {sheet['mttf_s']:,.0f} s and need {restart_s:,.0f} s to train again: it "
+            f"would train less than {_LEAST_ETTR:.0%} of the time; take fewer GPUs, or lower --failures or --detect"
+        )
+    compare_recoveries(sheet, best, plan.job.layout.dp)
+    return tuple(tiers)
 
 
 def _job_lines(best: Plan, sheet: Sheet) -> None:
@@ -161,6 +179,7 @@ class ClusterPlan:
     outcome: FailureOutcome  # of the best tier at its best interval
     gains: list[str]  # figures of what one change would add to the goodput, largest first
     recoveries: tuple[RecoveryChoice, ...]
+    assumed: tuple[str, ...] = ()  # of a layout that was given
     inference: ServePlan | None = None
 
 
@@ -171,26 +190,17 @@ def plan_cluster(
     sheet = Sheet()
     sheet.figures.update(goal.assumptions.figures)
     _nodes(goal, sheet)
-    training, job_cluster = plan_training(goal, sheet)
-    network = Network(job_cluster)
+    training, assumed = plan_training(goal, sheet)
+    checkpoints = _failures(goal, training, sheet)
+    network = Network(Cluster(goal.cluster.node, training.job.layout.world, goal.cluster.fabric))
     tiers = count_switches(goal.cluster, Network(goal.cluster).tiers, sheet)
     fabrics = other_fabrics(training.job, goal.cluster, sheet)
     traffic = traffic_of(training.job, network, dict(training.estimate.link_bytes), sheet)
-    storage(goal, training.job, sheet)
-    tiers_of = checkpoint_tiers(sheet, goal.recovery)
-    checkpoints = tuple(sorted(tiers_of, key=lambda tier: tier.ettr, reverse=True))
     best = checkpoints[0]
-    if best.ettr < _LEAST_ETTR:
-        restart_s = sheet[f"restart_{best.key}_s"]
-        raise ConfigError(
-            f"the job would fail every {sheet['mttf_s']:,.0f} s and need {restart_s:,.0f} s to train again: it "
-            f"would train less than {_LEAST_ETTR:.0%} of the time; take fewer GPUs, or lower --failures or --detect"
-        )
     spares = Spares(int(sheet["nodes_beside_job"]), sheet["repair"] * 3600, sheet["broken_share"])
     sweeps = {tier.key: sweep_intervals(tier, spares, seed) for tier in checkpoints}
     sweep = sweeps[best.key]
     outcome = next(point.simulated for point in sweep if point.interval_s == best.interval_s)
-    compare_recoveries(sheet, best, training.job.layout.dp)
     _results(goal, sheet, best, sweep, outcome)
     partner = best.key == "partner"
     why = "those in the memory of nodes go to storage now and then" if partner else ""
@@ -213,6 +223,7 @@ def plan_cluster(
         outcome,
         gains(best, sheet),
         CHOICES,
+        assumed,
         inference[1] if inference is not None else None,
     )
 
@@ -227,9 +238,7 @@ def _nodes(goal: ClusterGoal, sheet: Sheet) -> None:
         "host_bytes_per_s": device.host_bytes_per_s,
     }
     sheet.fill("nodes", given, node=cluster.node.name)
-    broken_per_day = sheet["failures_per_node_day"] * sheet["broken_share"]
-    spares = spares_needed(int(sheet["nodes"]), broken_per_day, sheet["repair"] / 24)
-    known = {"spare_nodes": spares, "parameters": parameter_count(goal.model)}
+    known = {"spare_nodes": spares_at(sheet, sheet["failures"]), "parameters": parameter_count(goal.model)}
     sheet.fill("spares", known, model=goal.model_name)
 
 
@@ -243,8 +252,8 @@ def _results(
     device, node = goal.cluster.device, goal.cluster.node
     given = {
         "ettr_simulated": outcome.ettr,
-        "ettr_simulated_low": outcome.ettr_low,
-        "ettr_simulated_high": outcome.ettr_high,
+        "ettr_runs_low": outcome.ettr_low,
+        "ettr_runs_high": outcome.ettr_high,
         "lost_share": outcome.lost,
         "checkpoint_share": outcome.checkpoints,
         "restart_share": outcome.restarts,
@@ -264,6 +273,7 @@ def _results(
         formula=ettr_formula(best.key, best.stall, best.away),
         simulated=SIMULATED,
         ettr="ettr_replica" if goal.recovery == "replica" else "ettr_simulated",
+        choice=goal.recovery,
         recovery=next(one.name for one in CHOICES if one.key == goal.recovery),
         device=device.name,
         node=node.name,

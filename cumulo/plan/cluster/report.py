@@ -37,7 +37,8 @@ def report(plan: ClusterPlan) -> str:
         figure = sheet.figures[name]
         how = f"{sheet.shown(name)} = {sheet.inserted(name)}" if figure.formula else figure.source
         hint, shown = f"{name} = {how}", text or value(figure)
-        return Markup('<a class="n" href="#{}" title="{}">{}</a>').format(name, hint, shown)
+        mark = Markup(" <small>extrapolated</small>") if figure.extrapolated and not text else ""
+        return Markup('<a class="n" href="#{}" title="{}">{}</a>{}').format(name, hint, shown, mark)
 
     text = package_text("cumulo.plan", "data/cluster_report.html")
     page = Environment(autoescape=True, keep_trailing_newline=True).from_string(text)
@@ -45,6 +46,7 @@ def report(plan: ClusterPlan) -> str:
         plan=plan,
         title=f"{goal.model_name} on {goal.cluster.gpus:,} × {goal.cluster.device.name}",
         why=f"{why_so_many(plan)} {budget_verdict(plan)}",
+        extrapolations=extrapolations(plan),
         job=plan.training.job,
         estimate=plan.training.estimate,
         step_range=between(interval.low, interval.high, "s"),
@@ -64,7 +66,7 @@ def report(plan: ClusterPlan) -> str:
 def why_so_many(plan: ClusterPlan) -> str:
     """Why the job has the GPUs that it has."""
     sheet = plan.sheet
-    if plan.goal.fixed is not None:
+    if plan.goal.fixed:
         return "The job's layout was given with --fixed."
     if plan.goal.deadline_days is not None:
         deadline = quantity(plan.goal.deadline_days, "days")
@@ -78,6 +80,14 @@ def why_so_many(plan: ClusterPlan) -> str:
             "With recovery without global rollback (--recovery replica) one job can use more."
         )
     return "The batch has no more sequences to spread over further replicas; a larger --batch can use more nodes."
+
+
+def extrapolations(plan: ClusterPlan) -> str:
+    """Why figures are extrapolated; empty: none is."""
+    whys = dict.fromkeys(why for one in plan.sheet.figures.values() for why in one.extrapolated)
+    if not whys:
+        return ""
+    return f"the job has {int(plan.sheet['job_gpus']):,} GPUs, more than were published ({'; '.join(whys)})"
 
 
 def budget_verdict(plan: ClusterPlan) -> str:

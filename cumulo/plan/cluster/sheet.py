@@ -13,7 +13,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cumulo.base import quantities
@@ -33,9 +33,15 @@ def _exp(power: float) -> float:
     return math.exp(power) if power < 700 else math.inf
 
 
+def _log(ratio: float) -> float:
+    """A range ends at a ten-thousandth, so that what follows from it stays finite."""
+    return math.log(max(ratio, 1e-4))
+
+
 _FUNCTIONS: dict[str, Callable[..., float]] = {
     "sqrt": math.sqrt,
     "exp": _exp,
+    "log": _log,
     "ceil": math.ceil,
     "floor": math.floor,
     "log2": math.log2,
@@ -61,6 +67,8 @@ class Figure:
     formula: str  # empty: given, measured or simulated
     inputs: tuple[str, ...]  # figures that the formula names
     source: str  # of a given number, or of the formula
+    # Why it goes beyond what was published; also where it follows from figures that do.
+    extrapolated: tuple[str, ...] = ()
 
 
 class Sheet:
@@ -87,8 +95,19 @@ class Sheet:
                 if formula:
                     self.work_out(name, formula, unit, label, source)
                 else:
-                    value = entry["value"] if "value" in entry else (given or {})[name]
-                    self.given(name, value, unit, label, source)
+                    amount = entry["value"] if "value" in entry else (given or {})[name]
+                    self.given(name, amount, unit, label, source)
+                if why := self._beyond(entry):
+                    figure = self.figures[name]
+                    told = tuple(dict.fromkeys((*figure.extrapolated, *why)))
+                    self.figures[name] = replace(figure, extrapolated=told)
+
+    def _beyond(self, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        """`beyond` is the figure of the largest published size, `like` one that has the same reasons."""
+        limit = self.figures.get(entry.get("beyond", ""))
+        if limit is not None and self["job_gpus"] > limit.value:
+            return (f"{limit.label}: {value(limit)}",)
+        return self.figures[entry["like"]].extrapolated if "like" in entry else ()
 
     def given(self, name: str, value: float, unit: str, label: str, source: str) -> float:
         self._keep(Figure(name, label, value, unit, "", (), source))
@@ -100,7 +119,8 @@ class Sheet:
             node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS
         )
         value = self._value(tree)
-        self._keep(Figure(name, label, value, unit, formula, tuple(inputs), source))
+        why = dict.fromkeys(reason for one in inputs for reason in self.figures[one].extrapolated)
+        self._keep(Figure(name, label, value, unit, formula, tuple(inputs), source, tuple(why)))
         return value
 
     def shown(self, name: str) -> str:
@@ -184,7 +204,7 @@ def _decimal(amount: float, unit: str) -> tuple[float, str]:
 def value_range(sheet: Sheet, name: str) -> str:
     """Where nine of ten results are expected; empty: the figure has no range of its own."""
     low, high = sheet.figures.get(f"{name}_low"), sheet.figures.get(f"{name}_high")
-    if low is None or high is None:
+    if low is None or high is None or low.value == high.value:
         return ""
     unit = low.unit.replace("bytes", "B")
     if unit == "share":

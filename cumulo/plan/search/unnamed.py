@@ -2,7 +2,7 @@
 `cumulo plan train --fixed` without --software, and `cumulo plan validate --unnamed`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,8 +70,8 @@ def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
     slower, found = step_s / first.estimate.step_s, first.estimate
     named = ", ".join(f"{one.software} {one.probability:.0%}" for one in jobs[:4])
     told = (
-        f"software not named: jobs described like this ran {named}; the time is the mean over them; --software "
-        "narrows the range"
+        f"software not named: jobs described like this ran {named}; the time is the mean over them; "
+        "`cumulo plan train --software` narrows the range"
     )
     estimate = replace(
         found,
@@ -106,11 +106,22 @@ def widened(plan: Plan, goal: TrainGoal) -> Plan:
     )
     told = (
         f"software not named: today's, {traits.name}, is assumed, and the range reaches to what jobs like this "
-        "took with other software; --software narrows it"
+        "took with other software; `cumulo plan train --software` narrows it"
     )
     return replace(
         plan, estimate=replace(found, interval=Interval(low, high), evidence=(told, *found.evidence))
     )
+
+
+def remarks(text: str, plan: Plan, fits: Fitted, limit_bytes: int) -> Iterator[str]:
+    """What the planner assumed of a given layout."""
+    if plan.job.layout.pp > 1 and not {"schedule", "chunks"} & said_in(text):
+        yield f"--fixed names no schedule: {plan.job.layout.schedule} is assumed; schedule=... changes it"
+    if fits.saved_by:
+        yield (
+            f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and "
+            f"{limit_bytes / 2**30:.3g} GiB are available: it is predicted with {', '.join(fits.saved_by)}"
+        )
 
 
 def system_named(name: str) -> Mapping[str, Any]:
