@@ -53,9 +53,13 @@ class Surroundings(NamedTuple):
         `micro_batch_s`: forward and backward of one on a stage."""
         travel_s = self.travel_s / profile.data_rate
         if job.overlap_data:
-            # A share is always waited for; the rest only where it takes longer than the computation beside it.
-            share = profile.data_exposed
-            travel_s = share * travel_s + max(0.0, (1 - share) * travel_s - micro_batch_s)
+            # A share is always waited for; the rest only where it takes longer than the computation beside it. Of v
+            # chunks in a stage, those of one are behind them all, and those of the others travel while as many
+            # micro-batches as there are stages pass the chunks that are left.
+            chunks = 1 if job.layout.zero == 3 else job.chunks_per_stage
+            share, beside_s = profile.data_exposed / chunks, micro_batch_s / chunks
+            beside_s += job.layout.pp * (1 - 1 / chunks) * micro_batch_s
+            travel_s = share * travel_s + max(0.0, (1 - share) * travel_s - beside_s)
         return data_rounds(job) * travel_s
 
 
