@@ -119,7 +119,9 @@ def test_a_lone_sequence_waits_for_weights() -> None:
     assert found["weights"] == pytest.approx(6_979_321_856 * 2 / (4.8e12 * 0.9249), rel=1e-3)
     assert found["weights"] == pytest.approx(3.144e-3, rel=1e-3)
     assert found["products"] == 0 and found["fixed"] == pytest.approx(20e-6 + 32 * 16.63e-6)
-    assert found["attention"] == pytest.approx(512 * 131_072 / (4.8e12 * 0.885))
+    assert found["attention"] == pytest.approx(
+        512 * 131_072 / (4.8e12 * 0.885), rel=1e-4
+    )  # not its arithmetic
 
 
 def test_a_full_prompt_step_waits_for_arithmetic() -> None:

@@ -17,11 +17,13 @@ from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, read_rows, rows
 from cumulo.plan.evidence.serving import (
+    ServedPrediction,
     ServedRow,
     own_runs,
-    saturated_tokens_per_s,
+    predict_served,
     served_rows,
     served_rows_of,
+    wide_rows,
 )
 from cumulo.plan.evidence.validate import (
     COVERAGE_BAR,
@@ -40,7 +42,6 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.search.fixed import fitted, fixed_job, said_in
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.unnamed import likely_jobs
-from cumulo.plan.serve.profile import constants, fitted_file
 
 EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
@@ -172,47 +173,63 @@ def _report(summaries: list[ErrorSummary], left_out: bool) -> list[Row]:
 
 _SERVED = (
     RunFigure("", len, heading="rows", shown="{}"),
-    RunFigure("median error", lambda errors: _size(errors, 0.5), "share", "lower", "median", "{:.1%}"),
-    RunFigure("90th percentile", lambda errors: _size(errors, 0.9), "share", "lower", "p90", "{:.1%}"),
-    RunFigure("", lambda errors: quantile(sorted(errors), 0.5), heading="bias", shown="{:+.1%}"),
-)
-_SERVED_BARS = (0.12, 0.25)  # of rows whose model or device was left out: median and 90th percentile
+    RunFigure("median error", lambda some: _size(some, 0.5), "share", "lower", "median", "{:.1%}"),
+    RunFigure("90th percentile", lambda some: _size(some, 0.9), "share", "lower", "p90", "{:.1%}"),
+    RunFigure(
+        "", lambda some: quantile(sorted(one.error for one in some), 0.5), heading="bias", shown="{:+.1%}"
+    ),
+    RunFigure(
+        "rows in the 90% interval",
+        lambda some: sum(one.covered for one in some) / len(some),
+        "share", "higher", "inside", "{:.0%}",
+    ),
+    RunFigure(
+        "interval, high over low",
+        lambda some: quantile(sorted((1 + one.range) ** 2 for one in some), 0.5),
+        "times", "lower", "width", "{:.2f} ×",
+    ),
+)  # fmt: skip
+_SERVED_BARS = (0.12, 0.30, COVERAGE_BAR[0], None)  # of rows whose model, device or source was left out
 
 
-def _size(errors: Sequence[float], share: float) -> float:
-    return quantile(sorted(map(abs, errors)), share)
+def _size(some: Sequence[ServedPrediction], share: float) -> float:
+    return quantile(sorted(abs(one.error) for one in some), share)
 
 
 def validate_serving(
     console: Console, left_out: bool, worst: int, json: Path | None, tables: Path | None = None
 ) -> None:
-    """Print the errors by model and by device; `left_out`: each under constants that never saw it."""
+    """Print the errors by model, device and source; `left_out`: each under constants that never saw it, and
+    intervals for which only the others vouch."""
     rows = served_rows() if tables is None else _read(tables)
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
-    groups: dict[str, list[float]] = {}
+    groups: dict[str, list[ServedPrediction]] = {}
     largest: set[tuple[float, str]] = set()
-    for key in ("model", "device"):
+    for key in ("model", "device", "source"):
         everything = []
         for row in rows:
-            fold = f"{key} {getattr(row, key)}"
-            known = left_out and fold in fitted_file()["left_out"]
-            error = saturated_tokens_per_s(row, constants(fold if known else "")) / row.tokens_per_s - 1
-            groups.setdefault(str(getattr(row, key)), []).append(error)
-            everything.append(error)
-            largest.add((error, row.described))
+            one = predict_served(row, key if left_out else "")
+            groups.setdefault(str(getattr(row, key)) or "tables", []).append(one)
+            everything.append(one)
+            largest.add((one.error, row.described))
         groups[f"all, by {key}"] = everything
-    for one in own_runs() if tables is None else ():
-        error = one.predicted_tokens_per_s() / one.tokens_per_s - 1
-        groups.setdefault(f"Cumulo on an H200, {'fitted' if one.fitted else 'held out'}", []).append(error)
-        largest.add((error, one.name))
+        pairs = zip(rows, everything, strict=True)
+        groups[f"mixtures, by {key}"] = [one for row, one in pairs if row.kind == "mixture"]
+    if tables is None:
+        groups["DeepSeek-V3 over many GPUs, nothing fitted"] = [predict_served(row) for row in wide_rows()]
+        for run in own_runs():
+            name = f"Cumulo on an H200, {'fitted' if run.fitted else 'held out'}"
+            groups.setdefault(name, []).append(run.prediction)
+            largest.add((run.prediction.error, run.name))
+    groups = {name: some for name, some in groups.items() if some}
     found: list[Row] = []
-    for name, errors in groups.items():
-        bars = _SERVED_BARS if left_out and name.startswith("all") else (None, None)
-        some = figure_rows(name, errors, _SERVED)
-        found += [replace(row, must=bar) for row, bar in zip(some, bars, strict=True)]
+    for name, some in groups.items():
+        bars = _SERVED_BARS if left_out and name.startswith("all") else (None,) * 4
+        figures = figure_rows(name, some, _SERVED)
+        found += [replace(row, must=bar) for row, bar in zip(figures, bars, strict=True)]
     console.print(figure_table("", groups.items(), _SERVED, title))
     for error, name in sorted(largest, key=lambda each: -abs(each[0]))[:worst]:
-        console.print(f"{error:+7.1%}  {name}")
+        console.print(f"{error:+7.0%}  {name}")
     report.write_json(json, found)
 
 
@@ -227,7 +244,7 @@ def _read(tables: Path) -> tuple[ServedRow, ...]:
         except (OSError, KeyError, ValueError, csv.Error) as error:
             raise ConfigError(
                 f"cannot read {file}: {error}; it needs the columns model, gpu, tp, weights, input, output, "
-                "requests and output_tok_s"
+                "requests and output_tok_s, and may have pp, dp, kv, source and running"
             ) from error
     if not found:
         raise ConfigError(f"{tables} contains no published throughputs; give a CSV file or a folder of them")

@@ -27,7 +27,7 @@ from cumulo.plan.serve.capacity import RateTrial, play, play_between
 from cumulo.plan.serve.capacity import find_capacity as search
 from cumulo.plan.serve.fleet import play_fleet, play_split
 from cumulo.plan.serve.goodput import play_goodput
-from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.replica import CUMULO, TENSORRT_LLM, Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import shipped
@@ -52,6 +52,15 @@ class SimulateOptions:
     tp: int = _WHERE("Tensor parallelism: number of GPUs that share every matrix.", 1)
     pp: int = _WHERE("Pipeline parallelism: number of stages, of --tp GPUs each.", 1)
     ep: int = _WHERE("Expert parallelism: number of those GPUs that the experts are spread over.", 1)
+    dp: int = _WHERE(
+        "Data-parallel attention: number of engines that share the experts, each with requests of its own. Request "
+        "rates and figures are those of one of them.",
+        1,
+        min=1,
+    )
+    engine: str = _WHERE(
+        "cumulo, or tensorrt-llm: an engine with 8- and 4-bit experts, by its published throughputs.", CUMULO
+    )
     replicas: int = _WHERE("Number of replicas behind a router; 1: no router.", 1)
     router: str = _WHERE(
         "With --replicas: routing policy, round-robin, least-loaded or prefix-aware; several, separated by commas, "
@@ -64,7 +73,7 @@ class SimulateOptions:
         0,
     )
     decode: int = _WHERE("With --prefill: number of replicas that draw the answers.", 0)
-    weights: str = _WHERE("Weight format: bfloat16, float8, int4 or float32.", "bfloat16")
+    weights: str = _WHERE("Weight format: bfloat16, float8, int4, float4, mxfp4 or float32.", "bfloat16")
     prefix_cache: bool = _WHERE("Reuse the KV cache of shared prefixes.", True)
     kv: str = _WHERE("KV cache format: bfloat16 or float8. Default: the format of activations.", "")
     front_door: str = _WHERE(
@@ -103,9 +112,17 @@ def serve(chosen: SimulateOptions) -> None:
     spec = catalog.model_or_file(model)
     objective = parse_objective(chosen.slo, percentile)
     traffic = chosen.traffic.traffic(spec.max_context)
-    cluster = catalog.cluster(max(1, chosen.tp * chosen.pp), chosen.device)
+    if chosen.engine not in (CUMULO, TENSORRT_LLM):
+        raise ConfigError(f"--engine must be {CUMULO} or {TENSORRT_LLM}, got {chosen.engine!r}")
+    if chosen.dp > 1 and (spec.moe is None or chosen.tp * chosen.pp * chosen.ep > 1):
+        why = (
+            "the model has no experts to share" if spec.moe is None else "it goes without --tp, --pp and --ep"
+        )
+        raise ConfigError(f"--dp {chosen.dp}: {why}")
+    cluster = catalog.cluster(max(1, chosen.tp * chosen.pp * chosen.dp), chosen.device)
     replica = Replica(
-        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp,
+        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp, dp=chosen.dp,
+        engine=chosen.engine,
         prefix_cache=chosen.prefix_cache, **vars(chosen.steps),
         kv=shared.kv_format(chosen.kv), **chosen.engines.fields(),
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),

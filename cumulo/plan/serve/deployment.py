@@ -38,8 +38,9 @@ class Candidate:
         """USD per hour that so much traffic costs at least."""
         if self.most_rate <= 0:
             return float("inf")
-        least = max(2 if self.split else 1, -(-rate // self.most_rate))
-        return least * self.replica.price_per_hour
+        together = self.replica.dp  # engines that share their experts come together
+        least = max(2 if self.split else 1, -(-rate // (self.most_rate * together)))
+        return least * together * self.replica.price_per_hour
 
 
 @dataclass(frozen=True, slots=True)

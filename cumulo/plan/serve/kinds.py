@@ -22,6 +22,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
     device, spec = replica.device, replica.spec
     if replica.engine != CUMULO:
         return f"{replica.engine} is not Cumulo's engine"
+    if replica.dp > 1:
+        return "engines of `cumulo serve` share no experts"
     if split and replica.pp > 1:
         return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
@@ -49,6 +51,7 @@ def obstacle(replica: Replica, split: bool = False) -> str:
 
 
 TENSOR_SIZES = (1, 2, 4, 8)
+SHARING = (2, 4, 8, 16, 32, 64)  # engines that share their experts
 STAGES = (1, 2, 4)
 FRONT_DOOR_S = 0.002  # of a request outside the engine: docs/simulate-serving.md
 _MOST_RUNNING = 2048  # of other engines
@@ -115,7 +118,11 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
             if choices.acceptance:
                 yield replace(replica, acceptance=choices.acceptance, speculate=choices.speculate)
     if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
-        yield replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
+        other = replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
+        yield other
+        moe = plain.spec.moe
+        if moe is not None and plain.ranks == 1:
+            yield from (replace(other, dp=size) for size in SHARING if size <= moe.experts)
 
 
 def _candidate(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError
@@ -48,7 +48,7 @@ class ServingProfile:
     evidence: str  # what the constants were taken from, which runs were fitted and which held out
     error: float  # of step times: nine of ten measured runs lie within it
     products: Mapping[str, Reached] = field(hash=False)  # by weight format
-    experts: Reached  # of grouped products
+    experts: Reached  # of grouped products; `matmul`: over what other products of their format reach
     kv_bandwidth: float  # of the memory's, while keys and values are read
     # Keys and values that several sequences of a step share are read again from the cache, so many times faster.
     shared_kv_speedup: float
@@ -64,6 +64,10 @@ class ServingProfile:
     collectives: float = 1.0  # seconds between ranks, over those of the network model
     # All-reduces add in the switch (NVLink SHARP): a rank sends its part once, not 2·(n − 1)/n times
     adds_in_switch: bool = False
+    # What the device waits for the host, where an engine's loop is not hidden behind it: for each sequence of a
+    # step, and for each layer of a step that computes prompts, whose kernels are launched one by one.
+    row_s: float = 0.0
+    prompt_layer_s: float = 0.0
 
 
 @cache
@@ -104,50 +108,44 @@ def _carried(profile: ServingProfile, device: Device) -> str:
 
 # Saturation: what another engine's published throughputs say it reaches, as a ServingProfile. Read by `replica`.
 #
-# The constants are fitted to TensorRT-LLM's tables (`benchmarks/fit_serving.py`), and drawn to what Cumulo's own
-# runs on an H200 gave. They are validated by `cumulo plan validate serving`, whose predictions go through the
-# same step costs as those of `cumulo plan serve`.
-
-_OVERLAP = 3.0  # weights stream while products are computed, as in Cumulo's profiles
-
-
+# The constants are fitted to TensorRT-LLM's tables of three versions (`benchmarks/fit_serving.py`); what they say
+# nothing about is what Cumulo's own runs on an H200 gave. They are validated by `cumulo plan validate serving`,
+# whose predictions go through the same step costs as those of `cumulo plan serve`.
 @dataclass(frozen=True, slots=True)
 class Saturation:
     """What a saturated engine reaches."""
 
     products_8bit: float  # of the peak rate
     products_4bit: float
-    weights: float  # of the memory's bandwidth, while weights stream
-    kv: float  # ... while keys and values are read
-    attention: float  # of the 16-bit peak, for prompts
-    passes: float  # between products, over ideal fusion
+    experts: float  # of what products of their format reach, of grouped ones
     layer_s: float  # of one layer in one step, whatever its size
-    all_reduce: float  # seconds over those of the network model
-    experts: float  # of the peak rate, of grouped products
+    prompt_layer_s: float  # ... more, in a step that computes prompts
+    row_s: float  # of one sequence in one step
+    communication: float  # seconds over those of the network model
     most_running: float
     reserved: float  # of a device's memory, more than Cumulo's own ledger leaves free of keys and values
 
     def profile(self) -> ServingProfile:
         own = shipped_profiles()["h200"]
-        plain = own.products["bfloat16"]
+        plain, narrow = own.products["bfloat16"], own.products["float8"]
         return replace(
             own,
             products={
-                "bfloat16": Reached(self.weights, plain.matmul, _OVERLAP),
-                "float8": Reached(self.weights, self.products_8bit, _OVERLAP),
-                "float4": Reached(self.weights, self.products_4bit, _OVERLAP),
+                "bfloat16": plain,
+                "float8": replace(narrow, matmul=self.products_8bit),
+                "float4": replace(narrow, matmul=self.products_4bit),
             },
-            experts=Reached(self.weights, self.experts, _OVERLAP),
-            kv_bandwidth=self.kv,
-            attention=self.attention,
-            elementwise=1 / self.passes,
+            experts=replace(narrow, matmul=self.experts),
             layer_s=self.layer_s,
             batch_layer_s=0.0,
             expert_layer_s=0.0,
             step_s=0.0,
             rounds_up=False,
-            collectives=self.all_reduce,
+            collectives=self.communication,
             adds_in_switch=True,
+            row_s=self.row_s,
+            evidence="TensorRT-LLM's published throughputs, 0.20, 1.0 and 1.2 (`cumulo plan validate serving`)",
+            prompt_layer_s=self.prompt_layer_s,
         )
 
 
@@ -157,8 +155,8 @@ def fitted_file() -> Any:
 
 @cache
 def constants(left_out: str = "") -> Saturation:
-    """Constants of all rows; or of those that are not of a model or a device: `model llama-3.1-8b`, `device
-    h200`."""
+    """Constants of all rows; or of those that are not of a model, a device or a source: `model llama-3.1-8b`,
+    `device h200`, `source trtllm-1.0`."""
     content = fitted_file()
     return Saturation(**(content["left_out"][left_out] if left_out else content["all"]))
 
@@ -172,6 +170,9 @@ def published_profile() -> ServingProfile:
 #
 # Ranges are 90% ranges. For what Cumulo measured itself they come from its own runs; for everything else from
 # published throughputs predicted by constants that never saw them (`cumulo plan validate serving --left-out`).
+_MOST_MEASURED = 8  # GPUs that compute a step together, of the tables
+
+
 @dataclass(frozen=True, slots=True)
 class Confidence:
     error: float  # nine of ten measurements lie within a factor of 1 + error
@@ -187,19 +188,25 @@ class Confidence:
         return 1 / (1 + self.error)
 
 
-def confidence_of(device: Device, ranks: int, own_engine: bool) -> Confidence:
+def confidence_of(
+    device: Device, ranks: int, own_engine: bool, kind: Literal["dense", "mixture"] = "dense"
+) -> Confidence:
+    """`kind`: of the model; `ranks`: GPUs that compute one step together."""
     own = profile_for(device)
     if own_engine and (device.generation == "cpu" or (device.name in shipped_profiles() and ranks == 1)):
         return Confidence(own.error, own.evidence)
     errors, folds = fitted_file()["errors"], fitted_file()["left_out"]
-    model, elsewhere = float(errors["model"]), float(errors["device"])
+    model, elsewhere = float(errors["model"][kind]), float(errors["device"][kind])
     whose = "constants of Cumulo's runs on one H200" if own_engine else "constants of TensorRT-LLM's tables"
-    held = f"published throughputs of models that were left out are within {model:.0%} (90%)"
-    if f"device {device.name}" in folds:
+    models = {"dense": "dense models", "mixture": "mixtures of experts"}[kind]
+    held = f"published throughputs of {models} that were left out are within {model:.0%} (90%)"
+    if f"device {device.name}" in folds and ranks <= _MOST_MEASURED:
         return Confidence(model, f"{whose}; {held}")
-    known = {one.removeprefix("device ") for one in folds}
-    near = device.generation in ("hopper", "blackwell") and bool(known)
-    error = math.hypot(model, elsewhere if near else model)
-    return Confidence(
-        error, f"{whose} on the data sheet of {device.name}, which nobody measured for us; {held}"
+    near = device.generation in ("hopper", "blackwell")
+    error = math.hypot(model, elsewhere if near else 2 * elsewhere)
+    why = (
+        f"which is extrapolated: no published table is of more than {_MOST_MEASURED} GPUs a model"
+        if ranks > _MOST_MEASURED
+        else "which nobody measured for us"
     )
+    return Confidence(error, f"{whose} on the data sheet of {device.name}, {why}; {held}")

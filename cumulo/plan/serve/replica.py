@@ -5,6 +5,7 @@ Its KV blocks are those the engine's own memory ledger would give it, and its li
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from cumulo.base.quantities import GIB, quantity
@@ -49,10 +50,22 @@ FORMATS = {
     "float8": Format(weights="float8", compute="float8"),
     "int4": Format(weights="int4"),
     "float4": Format(weights="float4", compute="float4"),
+    "mxfp4": Format(experts="float4"),  # as GPT-OSS is published: its experts alone are quantised
     "float32": Format("float32", "float32", "float32", "float32", "float32", "float32"),
     # The built-in model, on a CPU.
     "q4_1": Format("q4_1", "float32", "q8_0", "float32", "float32", "float32"),
 }
+
+
+@cache
+def _form(weights: str, kv: str, own: bool) -> Format:
+    if weights not in FORMATS:
+        raise ConfigError(f"weights must be one of {', '.join(FORMATS)}; got {weights!r}")
+    form = FORMATS[weights]
+    if not own and form.experts == "bfloat16":  # Cumulo's engine leaves routed experts as they are
+        form = replace(form, experts=form.weights)
+    return replace(form, kv=kv) if kv else form
+
 
 # Of a replica as of its engine.
 _ENGINE_OPTIONS = (
@@ -82,6 +95,8 @@ class Replica(BatchLimits):
     speculate: str = "ngram"  # with acceptance: what drafts, or the folder of a head
     max_loras: int = 0  # adapters in memory, asked for equally often
     max_lora_rank: int = 16
+    # Engines that share the experts, of which this is one; each has attention, dense layers and requests of its own
+    dp: int = 1
     front_door_s: float = 0.0  # of a request outside the engine: HTTP, tokenization, to the engine and back
 
     @property
@@ -95,12 +110,7 @@ class Replica(BatchLimits):
 
     @property
     def form(self) -> Format:
-        if self.weights not in FORMATS:
-            raise ConfigError(f"weights must be one of {', '.join(FORMATS)}; got {self.weights!r}")
-        form = FORMATS[self.weights]
-        if self.engine != CUMULO:  # whose engine leaves routed experts as they are
-            form = replace(form, experts=form.weights)
-        return replace(form, kv=self.kv) if self.kv else form
+        return _form(self.weights, self.kv, self.engine == CUMULO)
 
     @property
     def profile(self) -> ServingProfile:
@@ -108,7 +118,8 @@ class Replica(BatchLimits):
 
     @property
     def confidence(self) -> Confidence:
-        return confidence_of(self.device, self.ranks, self.engine == CUMULO)
+        kind: Literal["dense", "mixture"] = "dense" if self.spec.moe is None else "mixture"
+        return confidence_of(self.device, self.ranks * self.dp, self.engine == CUMULO, kind)
 
     @property
     def price_per_hour(self) -> float:
@@ -118,7 +129,18 @@ class Replica(BatchLimits):
         """Of one tensor-parallel rank, over all stages."""
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep must be 1 or {self.tp}, the number of GPUs of the replica; got {self.ep}")
-        return step_work(self.spec, self.form, self.tp, self.ep)
+        work, mla = step_work(self.spec, self.form, self.tp, self.expert_ranks), self.spec.mla
+        if self.engine == CUMULO or mla is None:
+            return work
+        # Others expand a prompt's keys and values from the latent: fewer FLOPs than on the latent itself.
+        wide = mla.nope_head_dim + mla.rope_head_dim + mla.value_head_dim
+        return replace(
+            work, attention_flops_per_pair=2 * wide * self.spec.layers * self.spec.heads // self.tp
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        return self.dp if self.dp > 1 else self.ep
 
     def engine_config(self) -> EngineConfig:
         on_cpu = self.device.generation == "cpu"
@@ -150,13 +172,13 @@ class Replica(BatchLimits):
         if (
             self.weights in _QUANTISED and self.engine == CUMULO
         ):  # it loads weights as they are, and then quantises
-            loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
-        check_split(self.spec, self.tp, self.ep)
+            loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.expert_ranks).held_bytes
+        check_split(self.spec, self.tp, self.expert_ranks)
         if self.pp > 1:
             whole = step_work(self.spec, self.form).held_bytes
             layout = ServingLayout(self.tp, self.pp, ep=self.ep)
             return plan_rank_memory(self.spec, whole, self.engine_config(), layout, free)
-        spec = local_spec(self.spec, self.tp, self.ep)
+        spec = local_spec(self.spec, self.tp, self.expert_ranks)
         return plan_memory(spec, held, self.engine_config(), free, loading_bytes=loading)
 
     def _smallest_that_fits(self) -> int | None:
@@ -215,15 +237,19 @@ class Replica(BatchLimits):
     def cost_under(self, profile: ServingProfile, slower: float = 1.0) -> StepCostModel:
         """Under constants other than the device's own: those that never saw it."""
         tensor = expert = stages = None
+        nodes = 1
         if self.ranks > 1:
             network = Network(Cluster(self.node, self.ranks, self.fabric))
             tensor = network.group(self.tp) if self.tp > 1 else None
             expert = tensor if self.ep > 1 else None
             stages = network.group(self.pp, stride=self.tp) if self.pp > 1 else None
+        if self.dp > 1:
+            expert = Network(Cluster(self.node, self.dp, self.fabric)).group(self.dp)
+            nodes = -(-self.dp // self.node.scale_up_gpus)
         return StepCostModel(
-            self.work(), self.device, profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
-            expert=expert, stages=stages, block_size=self.engine_config().block_size,
-            slower=slower, adapters=self.max_loras,
+            self.work(), self.device, profile, weights=self.form.weights, compute=self.form.compute,
+            experts_in=self.form.experts, tensor=tensor, expert=expert, stages=stages, spread=self.dp,
+            expert_nodes=nodes, block_size=self.engine_config().block_size, slower=slower, adapters=self.max_loras,
             adapter_bytes=self._adapter_bytes,
         )  # fmt: skip
 
@@ -288,9 +314,10 @@ class Replica(BatchLimits):
 
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("pp", self.pp), ("ep", self.ep))
+        shares = f", experts shared by {self.dp}" if self.dp > 1 else ""
         split = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
         numbers = self.weights + (f", {self.kv} KV" if self.kv else "")
-        numbers += "" if self.engine == CUMULO else f", {self.engine}"
+        numbers += shares + ("" if self.engine == CUMULO else f", {self.engine}")
         numbers += f", {self.max_loras} adapters" if self.max_loras else ""
         numbers += "".join(f", {words}" for words in self.extras)
         if not split:

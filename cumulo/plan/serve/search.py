@@ -133,27 +133,30 @@ def _promise(best: Deployment, wanted: Wanted) -> Promised | None:
 def _together(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
     """The fewest replicas that hold, each with its share of the rate; with smaller steps, and then with further
     options, where fewer hold so."""
-    least = int(max(1, -(-wanted.rate // one.most_rate)))
-    most = _most(one.replica, wanted, price_limit)
+    together = one.replica.dp  # as many share their experts
+    least = int(max(1, -(-wanted.rate // (one.most_rate * together))))
+    most = _most(one.replica, wanted, price_limit) // together
 
     def fewest(replica: Replica) -> Deployment | None:
         at = partial(_share_of, wanted, replica)
-        found = _fewest(at, lambda result: result.holds(wanted.slo), least, most)
+        found = _fewest(
+            lambda groups: at(groups * together), lambda result: result.holds(wanted.slo), least, most
+        )
         if found is None:
             return None
-        return Deployment(replica, found[0], 0, wanted.rate, found[1], wanted.output_tokens)
+        return Deployment(replica, found[0] * together, 0, wanted.rate, found[1], wanted.output_tokens)
 
     sizes, best = list(_step_sizes(one.replica, wanted)), None
     for replica in sizes:
         if (found := fewest(replica)) is not None:
-            best, most = found, found.replicas - 1
+            best, most = found, found.replicas // together - 1
     steps = sizes[0] if best is None else best.replica
     for option in one.options:
         replica = replace(
             option, max_tokens_per_step=steps.max_tokens_per_step, max_running=steps.max_running
         )
         if (found := fewest(replica)) is not None:
-            best, most = found, found.replicas - 1
+            best, most = found, found.replicas // together - 1
     return best
 
 
@@ -196,28 +199,35 @@ def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | N
 
 def _apart(one: Candidate, replica: Replica, wanted: Wanted, price_limit: float) -> Deployment | None:
     """First the fewest prefill replicas for the time to first token, then the fewest for the gaps after it. Both
-    run on one host, where keys and values go from GPU to GPU."""
-    slo, most = wanted.slo, min(_most(replica, wanted, price_limit), replica.node.gpus)
-    slow = replica.confidence.slowest
+    run on one host, where keys and values go from GPU to GPU, unless many share their experts."""
+    slo, most, slow = (
+        wanted.slo,
+        _most(replica, wanted, price_limit) // replica.dp,
+        replica.confidence.slowest,
+    )
+    if replica.dp == 1:
+        most = min(most, replica.node.gpus)
 
-    def prompts(replicas: int) -> ServeReport:
-        return prefill(replica, wanted.traffic.at_rate(wanted.rate / replicas), slo.percentile, slow).report
+    def share(groups: int) -> Traffic:
+        return wanted.traffic.at_rate(wanted.rate / (groups * replica.dp))
 
-    least = int(max(1, -(-wanted.rate // one.most_rate)))
+    def prompts(groups: int) -> ServeReport:
+        return prefill(replica, share(groups), slo.percentile, slow).report
+
+    least = int(max(1, -(-wanted.rate // (one.most_rate * replica.dp))))
     first = _fewest(prompts, lambda result: result.holds(slo), least, most - 1)
     if first is None:
         return None
-    prefilled = prefill(replica, wanted.traffic.at_rate(wanted.rate / first[0]), slo.percentile, slow)
+    prefilled = prefill(replica, share(first[0]), slo.percentile, slow)
 
-    def answers(replicas: int) -> ServeReport:
-        return decode(
-            replica, wanted.traffic.at_rate(wanted.rate / replicas), prefilled, slo.percentile, slow
-        )
+    def answers(groups: int) -> ServeReport:
+        return decode(replica, share(groups), prefilled, slo.percentile, slow)
 
     second = _fewest(answers, lambda result: result.holds(slo), 1, most - first[0])
     if second is None:
         return None
-    return Deployment(replica, second[0], first[0], wanted.rate, second[1], wanted.output_tokens)
+    engines = (second[0] * replica.dp, first[0] * replica.dp)
+    return Deployment(replica, *engines, wanted.rate, second[1], wanted.output_tokens)
 
 
 def _most(replica: Replica, wanted: Wanted, price_limit: float) -> int:

@@ -10,6 +10,7 @@ A step is a roofline by parts, one after the other as the engine runs them:
     fixed              so much per layer and per step
     communication      with tp: two all-reduces a layer; with ep: two all-to-alls a layer with experts; with pp: a
                        hidden state per token between stages
+    host               what an engine's host adds for each sequence and for launching a prompt's layers
 
 With pp these are the seconds of all stages together; the loop passes a step from stage to stage.
 
@@ -99,21 +100,28 @@ class StepCostModel:
         *,
         weights: str,
         compute: str,
+        experts_in: str = "bfloat16",
         tensor: Group | None = None,
         expert: Group | None = None,
         stages: Group | None = None,
+        spread: int = 1,
+        expert_nodes: int = 1,
         block_size: int = 64,
         slower: float = 1.0,
         adapters: int = 0,
         adapter_bytes: float = 0.0,
     ) -> None:
-        """`slower`: every step takes so many times as long, to see what the profile's own error would change.
+        """`spread`: engines that have attention of their own and share the experts, and `expert_nodes` the groups
+        of scale-up links that they lie in; all are as busy as this one, and over several nodes a step is computed
+        as two micro-batches, one of which computes while the other is sent (DeepSeek-AI 2024b, section 3.4).
+        `slower`: every step takes so many times as long, to see what the profile's own error would change.
         `adapters`: low-rank ones that requests name equally often; a step reads those of its rows."""
         if weights not in profile.products:
             known = ", ".join(profile.products)
             raise ConfigError(f"{device.name} has no measured products of {weights} weights; it has: {known}")
         self.work, self.profile, self._tensor, self._expert = work, profile, tensor, expert
-        self._stages = stages
+        self._stages, self._spread, self._expert_nodes = stages, spread, expert_nodes
+        self._sends_8bit = compute in ("float8", "float4")
         others = (1 if tensor is None else tensor.ranks) * (1 if stages is None else stages.ranks) - 1
         self._submit_s = profile.host.submit_s + others * profile.host.submit_rank_s
         bandwidth, reached, experts = device.memory_bytes_per_s, profile.products[weights], profile.experts
@@ -124,18 +132,28 @@ class StepCostModel:
         self._adapters, self._adapter_s = adapters, adapter_bytes / (bandwidth * _ADAPTER_SPEED)
         self._expert_power = experts.overlap
         self._expert_s = work.expert_parameters * work.expert_bytes / (bandwidth * experts.bandwidth)
-        local = work.experts / work.experts_of_model if work.experts else 0.0
         plain = profile.products.get("bfloat16", reached)
-        # Attention and head stay in 16 bits, and experts where they are not quantised.
-        wide = device.flops("bfloat16") if compute in ("float8", "float4") else rate
-        expert_rate = rate if work.expert_bytes == work.weight_bytes else wide
+        # Attention and head stay in 16 bits, and experts whose format the device does not compute in.
+        wide = device.flops("bfloat16") if self._sends_8bit else rate
+        if experts_in in device.peak_flops and experts_in in profile.products:
+            expert_rate = device.flops(experts_in) * profile.products[experts_in].matmul
+        else:
+            expert_rate = wide * plain.matmul
         self._expert_token_s = (
-            2 * work.expert_parameters * work.experts_per_token * local / (expert_rate * experts.matmul)
+            2
+            * work.expert_parameters
+            * work.experts_per_token
+            * work.expert_share
+            / (expert_rate * experts.matmul)
         )
         self._head_s = work.head_parameters * work.head_bytes / (bandwidth * plain.bandwidth)
         self._draw_s = 2 * work.head_parameters / (wide * plain.matmul)
         self._logits_s = profile.draw_passes * work.logit_bytes / bandwidth
-        self._kv_s = work.kv_bytes_per_token / (bandwidth * profile.kv_bandwidth)
+        self._kv_s = _together(
+            work.kv_bytes_per_token / (bandwidth * profile.kv_bandwidth),
+            work.decode_flops_per_pair / (wide * profile.attention),
+            self._power,
+        )
         self._shared_saving = 1 - 1 / profile.shared_kv_speedup
         self._pair_s = work.attention_flops_per_pair / (wide * profile.attention)
         self._elementwise_s = work.elementwise_bytes_per_token / (bandwidth * profile.elementwise)
@@ -167,8 +185,8 @@ class StepCostModel:
         )
 
     def decode(self, rows: int) -> DecodeTime | None:
-        if self.work.window is not None:
-            return None  # contexts stop growing one by one
+        if self.work.window is not None or self.work.part_window is not None or self._expert_nodes > 1:
+            return None  # seconds do not grow evenly with the contexts
         time = self._decodes.get(rows)
         if time is None:
             host = self.profile.host
@@ -196,6 +214,13 @@ class StepCostModel:
 
     def parts(self, load: StepLoad) -> tuple[float, ...]:
         """Seconds by PARTS; products are named after what bounds them: weights streaming or arithmetic."""
+        if self._expert_nodes == 1:
+            return self._parts(load)
+        half = StepLoad(*(-(-amount // 2) for amount in load))
+        *computed, communication_s, swap_s = (2 * part for part in self._parts(half))
+        return (*computed, max(0.0, communication_s - sum(computed)), swap_s)
+
+    def _parts(self, load: StepLoad) -> tuple[float, ...]:
         tokens, draws = load.tokens, load.draws
         if self.profile.rounds_up:
             tokens = round_rows(tokens) if tokens == load.rows else round_tokens(tokens)
@@ -205,19 +230,31 @@ class StepCostModel:
             found = self._products[tokens, draws] = self._products_s(tokens, draws)
         dense_s, expert_s, draw_s, communication_s = found
         streaming = self._weights_s > tokens * self._token_s
-        read = load.decode_context - load.shared_context * self._shared_saving
+        read = self._seen(load.decode_context - load.shared_context * self._shared_saving, load.rows)
+        pairs_seen = self._seen(load.chunk_pairs, load.tokens)
         return (
             dense_s if streaming else 0.0,
             0.0 if streaming else dense_s,
             expert_s,
             read * self._kv_s,
-            load.chunk_pairs * self._pair_s + load.chunk_context * self._kv_s,
+            pairs_seen * self._pair_s + load.chunk_context * self._kv_s,
             tokens * self._elementwise_s,
             draw_s,
-            self._fixed_s + self._batch_s * (1 - 1 / load.rows),
+            self._fixed_s + self._batch_s * (1 - 1 / load.rows) + self._host_s(load),
             communication_s,
             load.swapped_blocks * self._block_s,
         )
+
+    def _seen(self, keys: float, queries: int) -> float:
+        """Of so many keys, where some layers look back only so far."""
+        work = self.work
+        if work.part_window is None:
+            return keys
+        return (1 - work.windowed) * keys + work.windowed * min(keys, queries * work.part_window)
+
+    def _host_s(self, load: StepLoad) -> float:
+        launches = self.work.layers * self.profile.prompt_layer_s if load.chunk_pairs else 0.0
+        return load.rows * self.profile.row_s + launches
 
     def _products_s(self, tokens: int, draws: int) -> tuple[float, float, float, float]:
         """Of the layers, the experts, the draws and between ranks; padded, few sizes come up again and again."""
@@ -227,13 +264,14 @@ class StepCostModel:
         dense_s = _together(weights_s, tokens * self._token_s, self._power)
         expert_s = draw_s = 0.0
         if self.work.experts:
-            hit_s = self.work.experts_hit(tokens) * self._expert_s
-            expert_s = _together(hit_s, tokens * self._expert_token_s, self._expert_power)
+            met = tokens * self._spread
+            hit_s = self.work.experts_hit(met) * self._expert_s
+            expert_s = _together(hit_s, met * self._expert_token_s, self._expert_power)
         if draws:
             draw_s = _together(self._head_s, draws * self._draw_s, self._power) + draws * self._logits_s
-        return dense_s, expert_s, draw_s, self._communication_s(tokens)
+        return dense_s, expert_s, draw_s, self._communication_s(tokens, draws)
 
-    def _communication_s(self, tokens: int) -> float:
+    def _communication_s(self, tokens: int, draws: int) -> float:
         work, seconds = self.work, 0.0
         message = tokens * work.message_bytes
         if self._tensor is not None:
@@ -244,11 +282,18 @@ class StepCostModel:
             # A switch that adds saves bytes, and no latency: that bounds small models on many ranks.
             least_s = collective_s("all_reduce", 0.0, self._tensor)
             seconds += reductions * max(least_s, once * collective_s("all_reduce", message, self._tensor))
-        if self._expert is not None:
+        if self._expert is not None and self._spread == 1:
             sent = (
                 message * work.experts_per_token / self._expert.ranks
             )  # each rank has a share of the tokens
             seconds += 2 * work.moe_layers * collective_s("all_to_all", sent, self._expert)
+        elif self._expert is not None:
+            # A decoding token goes to each of its experts, a prompt's once to each node (DeepEP's two kernels).
+            copies = min(work.experts_per_token, self._expert.ranks)
+            once = min(copies, self._expert_nodes, work.expert_groups) if self._expert_nodes > 1 else copies
+            sent = work.message_bytes * (draws * copies + (tokens - draws) * once)
+            both_ways = 1.5 if self._sends_8bit else 2.0
+            seconds += both_ways * work.moe_layers * collective_s("all_to_all", sent, self._expert)
         if self._stages is not None:
             seconds += (self._stages.ranks - 1) * collective_s("send_recv", message, self._stages)
         return seconds * self.profile.collectives

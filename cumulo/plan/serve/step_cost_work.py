@@ -43,20 +43,26 @@ class StepWork:
     moe_layers: int
     dense_parameters: int  # of matrices that every token meets: attention, feed-forward, shared experts
     expert_parameters: int  # of one routed expert, over all layers that have some
-    experts: int  # on this rank
+    experts: int  # on this rank; where ranks cannot have equally many, some are on several
+    expert_share: float  # of all tokens' experts that this rank computes
     experts_of_model: int
     experts_per_token: int
+    expert_groups: int  # of experts, that a token's may be in
     head_parameters: int  # of the output matrix
     held_bytes: int  # of everything this rank keeps
     weight_bytes: float  # of one parameter of the layers' plain matrices
     expert_bytes: float  # of one parameter of an expert
     head_bytes: float  # of one parameter of the output matrix
     kv_bytes_per_token: float
-    attention_flops_per_pair: int  # of a query with one key, over all layers
+    attention_flops_per_pair: int  # of a prompt's query with one key, over all layers
+    # ... of a decoding query: latent attention's heads meet the latent itself (DeepSeek-AI 2024a, section 2.1)
+    decode_flops_per_pair: int
     elementwise_bytes_per_token: float  # moved between the products: norms, rotation, activation
     logit_bytes: float  # of one draw's logits
     message_bytes: float  # a token's hidden state
     window: int | None  # where all layers look back only so far
+    part_window: int | None  # where some do,
+    windowed: float  # and which share of them
 
     def experts_hit(self, tokens: int) -> float:
         """Experts of this rank that some of so many tokens are sent to, if routing is even."""
@@ -71,12 +77,17 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
     check_split(spec, tp, ep)
     held, dense, experts = 0.0, 0, 0
     bits, expert_bits, head_bits = (BITS_PER_WEIGHT[kind] for kind in (form.weights, form.experts, form.head))
-    attention_flops, elementwise = 0, 0.0
+    attention_flops, elementwise, moe = 0, 0.0, spec.moe
     for layer, operation in model_operations(spec, "serve"):
         for weight in operation.weights:
             if weight.cut == "expert":
                 experts += weight.size
-                held += weight.size / (ep if ep > 1 else tp) * expert_bits / 8
+                held += (
+                    weight.size
+                    * (1 / tp if moe is None or ep == 1 else -(-moe.experts // ep) / moe.experts)
+                    * expert_bits
+                    / 8
+                )
             elif len(weight.shape) < 2 or operation.family == "routing":
                 held += weight.size * 2
             elif operation.family in ("embedding", "loss"):
@@ -88,19 +99,20 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
             attention_flops += operation.scores.flops_per_pair // tp
         if layer is not None:
             elementwise += operation.moved / Share(tp).ranks(operation.cut)
-    moe = spec.moe
     moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.layers))
     kv_heads = max(1, spec.kv_cache_heads // tp)  # fewer heads than ranks: some hold the same
-    windowed = spec.sliding_window is not None and spec.windowed_layers is None
+    some = spec.windowed_layers or ()
     number_bytes = BITS_OF_KV.get(form.activations, 16) / 8
     return StepWork(
         layers=spec.layers,
         moe_layers=moe_layers,
         dense_parameters=dense // tp,
         expert_parameters=0 if moe is None else experts // moe.experts // (1 if ep > 1 else tp),
-        experts=0 if moe is None else moe.experts // ep,
+        experts=0 if moe is None else -(-moe.experts // ep),
+        expert_share=1 / ep,
         experts_of_model=0 if moe is None else moe.experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
+        expert_groups=0 if moe is None else moe.top_groups if moe.groups > 1 else moe.experts_per_token,
         head_parameters=spec.vocab_size * spec.hidden // tp,
         held_bytes=math.ceil(held),
         weight_bytes=bits / 8,
@@ -112,10 +124,13 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
         * BITS_OF_KV[form.kv]
         / 8,
         attention_flops_per_pair=attention_flops,
+        decode_flops_per_pair=attention_flops,
         elementwise_bytes_per_token=number_bytes * elementwise,
         logit_bytes=number_bytes * spec.vocab_size / tp,
         message_bytes=number_bytes * spec.hidden,
-        window=spec.sliding_window if windowed else None,
+        window=None if some else spec.sliding_window,
+        part_window=spec.sliding_window if some else None,
+        windowed=len(some) / spec.layers,
     )
 
 
@@ -123,8 +138,9 @@ def check_split(spec: ModelSpec, tp: int, ep: int) -> None:
     if tp < 1 or spec.heads % tp:
         near = nearest_divisor(spec.heads, tp)
         raise ConfigError(f"tp {tp} does not divide the model's {spec.heads} heads; {near} would")
-    if ep < 1 or (ep > 1 and (spec.moe is None or spec.moe.experts % ep)):
-        what = "the model has no experts to spread; leave ep out" if spec.moe is None else (
-            f"{spec.moe.experts} experts cannot be spread evenly over {ep} ranks"
-        )  # fmt: skip
-        raise ConfigError(f"ep {ep}: {what}")
+    if spec.moe is None and ep != 1:
+        raise ConfigError(f"ep {ep}: the model has no experts to spread; leave ep out")
+    if ep < 1 or (spec.moe is not None and (ep > spec.moe.experts or (ep <= tp and spec.moe.experts % ep))):
+        raise ConfigError(
+            f"ep {ep}: {spec.moe.experts if spec.moe else 0} experts cannot be spread evenly over {ep} ranks"
+        )
