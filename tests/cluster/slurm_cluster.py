@@ -130,11 +130,15 @@ class SlurmCluster:
         self._start("slurmctld", "-D", *(["-i", "-c"] if fresh else []))
         wait_for(lambda: _run("scontrol", "ping").find("UP") >= 0, "slurmctld")
 
-    def stop_controller(self) -> None:
-        self._end("slurmctld")
+    def stop_controller(self, number: int = signal.SIGTERM) -> None:
+        self._end("slurmctld", number)
 
     def start_node(self, name: str) -> None:
         self._start("slurmd", "-D", "-N", name, key=name)
+
+    def kill_daemon(self, name: str) -> None:
+        """A node's slurmd alone; what it has started runs on."""
+        self._end(name, signal.SIGKILL)
 
     def kill_node(self, name: str) -> None:
         """As when its power fails: slurmd, its step daemons and their tasks, at once."""
