@@ -1,13 +1,17 @@
 """What is kept of the attempts of a job: why each ended, who failed first, what was repeated and what was lost."""
 
 import json
+import os
+import socket
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from cumulo.cli.jobs import jobs
 from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers import slurm_end
 from cumulo.cluster.drivers.command import end_attempt, failed_first_in, run_folder
 from cumulo.cluster.drivers.slurm import SlurmDriver
 from cumulo.cluster.drivers.slurm_script import batch_script
@@ -119,6 +123,32 @@ def test_what_a_job_on_slurm_wrote_down_counts_also_of_attempts_that_nobody_saw(
     Path(record.folder, "end.json").write_text('{"state": "done", "failures": 1}')
     looked = SlurmDriver().look(record)
     assert (looked["state"], looked["attempt"], looked["failures"]) == ("done", 3, 1)
+
+
+def test_a_node_that_slurm_took_out_at_once_is_named_by_the_next_attempt(
+    record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm requeued the job before its script could say anything; n2 has come back meanwhile."""
+    tool, folder = tmp_path / "bin" / "scontrol", Path(record.folder)
+    tool.parent.mkdir()
+    with socket.socket() as answers:
+        answers.bind(("127.0.0.1", 0))
+        answers.listen()
+        node = f"NodeAddr=127.0.0.1 Port={answers.getsockname()[1]} SlurmdStartTime"
+        times = [datetime.fromtimestamp(at_s).isoformat() for at_s in (50, 150)]
+        lines = "".join(f"echo 'NodeName=n{number} {node}={at}'\n" for number, at in enumerate(times, 1))
+        tool.write_text(f"#!/bin/sh\n[ $2 != node ] && exit\n{lines}")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+        notes, output = folder / "attempts.jsonl", folder / "output.log"
+        notes.write_text('{"begin_s": 100, "nodes": "n[1-2]", "devices": 4}\n')
+        output.write_text("--- attempt 1 ---\nstep 7\n")
+        os.utime(output, (200, 200))
+        slurm_end.close_before(folder)
+        slurm_end.close_before(folder)  # what is written down stays
+    assert notes.read_text().count("end_s") == 1
+    (lost,) = job_history(replace(record, target="slurm")).attempts
+    assert (lost.end_s, lost.cause, lost.failed_first) == (200, "n2 was lost", "n2")
 
 
 def test_the_batch_script_writes_down_where_an_attempt_begins(record: JobRecord) -> None:

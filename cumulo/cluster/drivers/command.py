@@ -8,6 +8,7 @@ import time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -47,10 +48,18 @@ def attempts_begun(record: JobRecord) -> int:
     return path.read_text("utf-8").count('"begin_s"') if path.exists() else 0
 
 
-def end_attempt(folder: Path, cause: str, lost: str = "") -> None:
+def last_begin(folder: Path) -> dict[str, Any] | None:
+    """What a job's last attempt wrote down when it began, while its end is not written down."""
+    path = folder / ATTEMPTS
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    facts: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return facts if "begin_s" in facts else None
+
+
+def end_attempt(folder: Path, cause: str, lost: str = "", end_s: float | None = None) -> None:
     """Write down why a job's last attempt ended, and who failed first: `lost` nodes, or who its output says."""
     first = lost or failed_first_in(output_tail(folder / "output.log").rpartition("--- attempt ")[2])
-    facts = {"end_s": round(time.time(), 3), "cause": cause, "failed_first": first}
+    facts = {"end_s": round(end_s or time.time(), 3), "cause": cause, "failed_first": first}
     with (folder / ATTEMPTS).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(facts) + "\n")
 

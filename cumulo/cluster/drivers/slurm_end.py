@@ -4,6 +4,8 @@
 
 Queues the job again (`scontrol requeue`) or ends with its exit code, and writes down which in `end.json`. Where a
 node of the job does not answer, its loss is no failure of the job: Slurm takes the node out and requeues the job.
+Slurm may do so before this has begun. A start that is not the first therefore calls it without an exit code: it
+writes down the end of the attempt before, and the node that was lost.
 """
 
 import json
@@ -13,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import yaml
 
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
-from cumulo.cluster.drivers.command import end_attempt, last_error
+from cumulo.cluster.drivers.command import end_attempt, last_begin, last_error
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
 
@@ -30,7 +33,7 @@ _NOTICE_S = 600.0  # Slurm has requeued the job long before
 
 def main(folder: Path, code: int) -> int:
     job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")), checked=False)
-    if code and (lost := lost_nodes()):
+    if code and (lost := lost_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))):
         return _leave_to_slurm(folder, lost, code)
     before = read_end(folder)
     run = folder / "run" if job.train is None or job.train.folder is None else Path(job.train.folder)
@@ -52,14 +55,29 @@ def main(folder: Path, code: int) -> int:
     return code
 
 
-def lost_nodes() -> list[str]:
-    """Nodes of this job whose slurmd does not answer, asked directly: Slurm itself may not know for minutes."""
-    shown = _scontrol("show", "node", os.environ.get("SLURM_JOB_NODELIST", ""), "-o")
+def close_before(folder: Path) -> None:
+    """Of an attempt that could not write down its own end."""
+    begun = last_begin(folder)
+    if begun is None:
+        return
+    output = folder / "output.log"
+    end_s = output.stat().st_mtime if output.exists() else None
+    if lost := ",".join(lost_nodes(begun["nodes"], begun["begin_s"])):
+        end_attempt(folder, f"{lost} was lost", lost, end_s)
+
+
+def lost_nodes(nodes: str, since_s: float = float("inf")) -> list[str]:
+    """Those whose slurmd does not answer, asked directly: Slurm itself may not know for minutes. Also those whose
+    slurmd has started since."""
+    shown = _scontrol("show", "node", nodes, "-o")
     usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", _scontrol("show", "config"), re.M)
     lost = []
     for line in shown.splitlines():
         facts = dict(re.findall(r"(\w+)=(\S+)", line))
         port = int(facts.get("Port") or (usual[1] if usual else 6818))
+        if _time_s(facts.get("SlurmdStartTime", "")) > since_s:
+            lost.append(facts["NodeName"])
+            continue
         try:
             socket.create_connection((facts["NodeAddr"], port), timeout=_ANSWER_S).close()
         except OSError:
@@ -81,6 +99,14 @@ def _leave_to_slurm(folder: Path, lost: list[str], code: int) -> int:
     return code
 
 
+def _time_s(text: str) -> float:
+    """As Slurm writes times; 0 where it writes None or Unknown."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
 def _scontrol(*arguments: str) -> str:
     return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=False).stdout
 
@@ -92,4 +118,7 @@ def read_end(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    if len(sys.argv) == 2:
+        close_before(Path(sys.argv[1]))
+    else:
+        sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TextIO, TypeVar, get_type_hints
 
 from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.ranks.collectives import CollectiveTime
@@ -97,18 +97,25 @@ class RecordFile(Generic[Record]):
     def __init__(self, path: Path, kind: type[Record], after_step: int) -> None:
         """Keeps what an earlier run wrote up to `after_step`; what came later will be computed again."""
         self.records: list[Record] = read_records(path, kind)
-        self._stream = path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(kind)])
-        self.forget_after(after_step)
+        self._path, self._names = path, [field.name for field in fields(kind)]
+        self._stream = self._begin(after_step)
 
     def forget_after(self, step: int) -> None:
         """After a rollback: those steps did not happen."""
-        kept = [record for record in self.records if record.step <= step]
-        self.records = []
-        self._stream.seek(0)
-        self._stream.truncate()
+        self._stream.close()
+        self._stream = self._begin(step)
+
+    def _begin(self, step: int) -> TextIO:
+        """A file with the steps up to `step`; killed at any moment, one of both files is whole."""
+        aside = self._path.with_suffix(".part")
+        stream = aside.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(stream, self._names)
         self._writer.writeheader()
-        self.add(kept)
+        self.records = [record for record in self.records if record.step <= step]
+        self._writer.writerows(map(asdict, self.records))
+        stream.flush()
+        aside.replace(self._path)
+        return stream
 
     def add(self, records: Sequence[Record]) -> None:
         self.records += records
