@@ -151,6 +151,28 @@ def test_a_node_that_slurm_took_out_at_once_is_named_by_the_next_attempt(
     assert (lost.end_s, lost.cause, lost.failed_first) == (200, "n2 was lost", "n2")
 
 
+def test_a_job_whose_script_slurm_saw_killed_is_queued_again_as_often_as_its_file_allows(
+    record: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left there who could say what becomes of the job; whoever looks says it, once."""
+    folder, called = Path(record.folder), list[tuple[str, ...]]()
+    (folder / "job.yaml").write_text("name: tiny\ntrain: {config: a.yaml}\nrestart: {most: 1}\n")
+    record = replace(record, target="slurm", handle="17", state="running")
+
+    def call(self: SlurmDriver, program: str, *words: str, job: JobRecord) -> str:
+        called.append(words)
+        return "17|FAILED|NonZeroExitCode|" if program == "squeue" else ""
+
+    monkeypatch.setattr(SlurmDriver, "_call", call)
+    for state in ("queued", "failed"):
+        with (folder / "attempts.jsonl").open("a") as notes:
+            notes.write('{"begin_s": 1.0, "nodes": "n[1-2]", "devices": 4}\n')
+        looked = SlurmDriver().look(record)
+        assert looked["state"] == state and "was killed" in looked["reason"]
+    assert SlurmDriver().look(record)["state"] == "failed"
+    assert called.count(("requeue", "17")) == 1
+
+
 def test_the_batch_script_writes_down_where_an_attempt_begins(record: JobRecord) -> None:
     assert '"devices\\": 4}" \\\n  >> ' in batch_script(replace(record, target="slurm"))
 

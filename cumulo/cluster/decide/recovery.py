@@ -38,7 +38,13 @@ def recovery(
 
 
 REFUSED = 2  # exit code of a command that cannot succeed however often it is tried
+SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command
 UNHEALTHY = 5  # of a start on a node that failed its check, which cordoned it: nothing of the job has run
+
+
+def own_exit_code(code: int | None) -> int | None:
+    """None: a signal ended it, which Python writes as a negative code."""
+    return code if code is not None and 0 <= code <= SIGNALLED else None
 
 
 @dataclass(frozen=True, slots=True)

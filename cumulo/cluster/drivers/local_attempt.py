@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cumulo.cluster.decide.recovery import own_exit_code
+
 # The shell stays as the head of the process group, and writes down how the job ended.
 _SHELL = (
     'echo $$ > "$0/pid"; "$@"; code=$?; echo $code > "$0/exit.new"; mv "$0/exit.new" "$0/exit"; exit $code'
 )
-_SIGNALLED = 128  # a shell adds it to the number of a signal
 _MARK = "CUMULO_ATTEMPT"
 _END_S = 30.0  # after SIGKILL: a process in the middle of a slow disk's work
 
@@ -58,8 +59,7 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The exit code; None: it was killed, or it still runs."""
-        code = self._number("exit")
-        return None if code is None or code > _SIGNALLED else code
+        return own_exit_code(self._number("exit"))
 
     @property
     def pid(self) -> int | None:

@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group_table
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.cluster.decide.recovery import own_exit_code
 from cumulo.cluster.drivers.local_supervisor import Supervisor
 from cumulo.cluster.drivers.ray_job import (
     ACCELERATOR,
@@ -203,8 +204,7 @@ class GangAttempt:
 
     @property
     def exit_code(self) -> int | None:
-        code: int | None = self._end().get("code")
-        return code
+        return own_exit_code(self._end().get("code"))
 
     @property
     def lost(self) -> str:

@@ -11,14 +11,21 @@ from pathlib import Path
 
 from cumulo.base.strict import package_yaml
 from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.drivers.command import SERVICE, attempts_begun, output_file, served_url
+from cumulo.cluster.drivers.command import (
+    SERVICE,
+    attempts_begun,
+    last_begin,
+    output_file,
+    served_url,
+)
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission, run_tool
-from cumulo.cluster.drivers.slurm_end import read_end
+from cumulo.cluster.drivers.slurm_end import read_end, settle
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
 from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
 _BAD = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+_KILLED = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 _LOST = re.compile(
     r"unable to contact slurm controller|connection refused|connection timed out|communication|"
     r"zero bytes were transmitted|socket timed out|slurm backup controller",
@@ -104,9 +111,19 @@ class SlurmDriver:
             return {"state": "cancelled", "places": (), "reason": "cancelled"}
         if state == "COMPLETED" or (not state and end.get("state") == "done"):
             return {"state": "done", "places": (), "reason": "finished"}
+        if state in _KILLED and record.job.train and last_begin(Path(record.folder)) is not None:
+            return self._again(record)
         told = str(end.get("reason") or "") if end.get("state") == "failed" else ""
         reason = told or (f"Slurm says {state}" if state else "Slurm no longer knows the job")
         return {"state": "failed", "places": (), "reason": reason}
+
+    def _again(self, record: JobRecord) -> Facts:
+        """Its script was killed before it could say what becomes of the job: that is said here."""
+        after = settle(Path(record.folder), None)
+        if after.state == "failed":
+            return {"state": "failed", "places": (), "reason": after.reason}
+        self._call("scontrol", "requeue", record.handle, job=record)
+        return {"state": "queued", "places": (), "reason": after.reason}
 
     def _hosts(self, names: str) -> list[str]:
         if not names or "[" not in names:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.files import write_whole
-from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
+from cumulo.cluster.decide.recovery import AfterAttempt, AttemptEnd, after_attempt, own_exit_code
 from cumulo.cluster.drivers.command import end_attempt, last_begin, last_error
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
@@ -32,15 +32,25 @@ _NOTICE_S = 600.0  # Slurm has requeued the job long before
 
 
 def main(folder: Path, code: int) -> int:
-    job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")), checked=False)
     if code and (lost := lost_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))):
         return _leave_to_slurm(folder, lost, code)
+    after = settle(folder, code)
+    print(after.reason, flush=True)
+    if after.state == "again":
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+        return 0
+    return code
+
+
+def settle(folder: Path, code: int | None) -> AfterAttempt:
+    """What becomes of the job, which is written down. `code` None: its script was killed."""
+    job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")), checked=False)
     before = read_end(folder)
     run = folder / "run" if job.train is None or job.train.folder is None else Path(job.train.folder)
     progress = run_progress(run)
     error = last_error(folder / "output.log")
     finished = job.serve is not None or progress.finished
-    end = AttemptEnd(code, finished, progress.step, before.get("step", 0), error)
+    end = AttemptEnd(own_exit_code(code), finished, progress.step, before.get("step", 0), error)
     after = after_attempt(end, before.get("failures", 0), job.restart.most)
     facts = {
         "state": after.state, "reason": after.reason, "step": progress.step,
@@ -48,11 +58,7 @@ def main(folder: Path, code: int) -> int:
     }  # fmt: skip
     write_whole(folder / "end.json", json.dumps(facts).encode())
     end_attempt(folder, after.reason)
-    print(after.reason, flush=True)
-    if after.state == "again":
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
-        return 0
-    return code
+    return after
 
 
 def close_before(folder: Path) -> None:
