@@ -25,7 +25,7 @@ LINES_PER_ROOM = {
     "bench": 3_161,
     "checkpoint": 1_450,
     "cli": 8_340,
-    "cluster": 10_640,  # with Slurm's own scheduling, to rehearse it
+    "cluster": 10_690,  # with Slurm's own scheduling, to rehearse it, and its jobs whose script was killed
     "collectives": 4_200,
     "console": 5_000,
     "diagnose": 1_900,

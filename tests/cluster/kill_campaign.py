@@ -219,7 +219,7 @@ class Campaign:
         cancelled = kills > 0 and self.draw.random() < _CANCELLED
         with JobWatch(self.folder, run_folder(record)) as watch:
             for _ in range(kills):
-                self._wait(record, self.draw.uniform(0.0, self._alone_s))
+                self._wait(record, self.draw.uniform(0.0, 0.7 * self._alone_s))
                 if not self._kill_one(record):
                     break
             if cancelled:
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=40, help="kills; 0: clean runs until the time is over")
     parser.add_argument("--minutes", type=float, default=60.0, help="no further job begins after so long")
     parser.add_argument("--each", type=int, default=5, help="kills of one job")
-    parser.add_argument("--steps", type=int, default=40, help="of each job")
+    parser.add_argument("--steps", type=int, default=120, help="of each job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-nodes", action="store_true", help="nodes are checked before each start")
     asked = parser.parse_args()

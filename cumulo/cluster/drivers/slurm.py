@@ -118,7 +118,7 @@ class SlurmDriver:
         return {"state": "failed", "places": (), "reason": reason}
 
     def _again(self, record: JobRecord) -> Facts:
-        """Its script was killed before it could say what becomes of the job: that is said here."""
+        """The job's script was killed before it could say what becomes of the job."""
         after = settle(Path(record.folder), None)
         if after.state == "failed":
             return {"state": "failed", "places": (), "reason": after.reason}

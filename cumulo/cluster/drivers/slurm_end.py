@@ -62,7 +62,7 @@ def settle(folder: Path, code: int | None) -> AfterAttempt:
 
 
 def close_before(folder: Path) -> None:
-    """Of an attempt that could not write down its own end."""
+    """Write down the end of an attempt that could not do so itself."""
     begun = last_begin(folder)
     if begun is None:
         return
@@ -106,7 +106,7 @@ def _leave_to_slurm(folder: Path, lost: list[str], code: int) -> int:
 
 
 def _time_s(text: str) -> float:
-    """As Slurm writes times; 0 where it writes None or Unknown."""
+    """A time that Slurm printed; 0 where it printed None or Unknown."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
