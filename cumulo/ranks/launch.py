@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit code of a rank whose run cannot go on, whoever starts it again
 LOST = 3  # of a rank that has lost another
 HUNG = 4  # of a rank that has waited for too long
-_STARTER = "CUMULO_RANKS_OF"  # the process id of the agent
+STARTER = "CUMULO_RANKS_OF"  # the process id of whoever starts a rank: torchrun's agent, Slurm's or Ray's
 _AGENT_PATIENCE_S = 30  # torch's agent gives ranks so long between SIGTERM and SIGKILL
 _STOP_S = 600  # after Ctrl-C: for the step, the checkpoint and the export
 
@@ -42,10 +42,10 @@ def under_torchrun() -> bool:
 
 def end_with_starter() -> None:
     """However the process ends that started this rank, also by SIGKILL: this one ends, too."""
-    starter = int(os.environ.get(_STARTER, os.getppid()))
+    starter = int(os.environ.get(STARTER, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != starter and _STARTER in os.environ:
+        if os.getppid() != starter and STARTER in os.environ:
             os._exit(LOST)  # it was gone before
         return
 
@@ -144,11 +144,11 @@ def _run_agent(command: Sequence[str], processes: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=_STOP_S,
         )
-        os.environ[_STARTER] = str(os.getpid())
+        os.environ[STARTER] = str(os.getpid())
         try:
             elastic_launch(config, command[0])(*command[1:])
         finally:
-            del os.environ[_STARTER]
+            del os.environ[STARTER]
 
 
 def report_refusal(error: Exception) -> None:

@@ -36,11 +36,11 @@ class Seen:
 
 def processes(campaign: Path) -> list[Seen]:
     """All that the campaign has started, and what came of it."""
-    found = (_seen(int(entry.name)) for entry in Path("/proc").glob("[0-9]*"))
+    found = (seen(int(entry.name)) for entry in Path("/proc").glob("[0-9]*"))
     return [one for one in found if one is not None and one.environment.get(MARK) == str(campaign)]
 
 
-def _seen(pid: int) -> Seen | None:
+def seen(pid: int) -> Seen | None:
     with suppress(OSError, ValueError, IndexError):
         folder = Path(f"/proc/{pid}")
         fields = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -54,7 +54,7 @@ def _seen(pid: int) -> Seen | None:
 
 
 def lives(one: Seen) -> bool:
-    now = _seen(one.pid)
+    now = seen(one.pid)
     return now is not None and now.began == one.began
 
 
@@ -108,7 +108,7 @@ class JobWatch:
                 claims[int(path.stem)] = json.loads(path.read_text("utf-8"))
         for number, claim in claims.items():
             if number not in self._claims:
-                self._claims[number] = _seen(claim["pid"])
+                self._claims[number] = seen(claim["pid"])
         self.owners = max(claims, default=self.owners)
         for number, claim in claims.items():
             process = self._claims[number]

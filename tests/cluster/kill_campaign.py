@@ -30,12 +30,13 @@ from cumulo.cluster.job_store import JobRecord, JobStore, Target
 from cumulo.cluster.node_health import NodeHealth
 from cumulo.errors import CumuloError
 from cumulo.train.run.log import read_log
-from tests.cluster.job_watch import MARK, JobWatch, Seen, outlived, processes, ranks_of
+from tests.cluster.job_watch import MARK, JobWatch, Seen, outlived, processes, ranks_of, seen
 from tests.processes import ROOT
 
 _OPTIONS = ["--set", "faults.most_restarts=1000", "--set", "device=cpu"]
 _STILL_S = 300.0  # a job that does no step for so long after the last kill is lost
 _CANCELLED = 0.25  # of the jobs
+_TRAINING, _START_S = 0.6, 6.0  # of the moments, and the most that others come after what was before
 Kill = Callable[[], None]
 
 
@@ -100,13 +101,13 @@ class Slurm:
     def victims(self, record: JobRecord, found: list[Seen]) -> dict[str, list[Kill]]:
         work = self.work(record, found)
         ranks = {one.pid for one in ranks_of(run_folder(record), found)}
-        steps = [one for one in found if one.words[0].startswith("slurmstepd")]
+        agents = filter(None, (seen(pid) for pid in {one.parent for one in work}))
         places = {place.node for place in record.places}
         return {
             "head": [self._controller],
             "node": [lambda name=name: self._node(name) for name in sorted(places)],  # type: ignore[misc]
             "slurmd": [lambda name=name: self._daemon(name) for name in sorted(places)],  # type: ignore[misc]
-            "agent": [kill(one) for one in steps],
+            "agent": [kill(one) for one in agents if one.words[0].startswith("slurmstepd")],
             "parent": [kill(one) for one in work if one.words[0].endswith("srun")],
             "script": [kill(one) for one in work if "slurm_script" in one.command],
             "rank": [kill(one) for one in work if one.pid in ranks],
@@ -202,14 +203,11 @@ class Campaign:
         self.kills, self.ends, self.wrong = Counter[str](), Counter[str](), list[str]()
         self.looks = self.jobs = self.owners = 0
         self.slowest_end_s = 0.0
-        self._alone_s = 0.0  # how long a run takes that nobody disturbs
 
     def expected(self) -> list[Any]:
         run = self.folder / "undisturbed"
         words = ["train", "examples/train-tiny.yaml", "--folder", str(run), "--steps", str(self.steps)]
-        begin_s = time.monotonic()
         subprocess.run([sys.executable, "-m", "cumulo", *words, *_OPTIONS], check=True, capture_output=True)
-        self._alone_s = time.monotonic() - begin_s
         return learnt(run)
 
     def play(self, kills: int, expected: list[Any]) -> None:
@@ -219,11 +217,11 @@ class Campaign:
         cancelled = kills > 0 and self.draw.random() < _CANCELLED
         with JobWatch(self.folder, run_folder(record)) as watch:
             for _ in range(kills):
-                self._wait(record, self.draw.uniform(0.0, 0.7 * self._alone_s))
+                self._wait_for_a_moment(record)
                 if not self._kill_one(record):
                     break
             if cancelled:
-                self._wait(record, self.draw.uniform(0.0, self._alone_s))
+                self._wait_for_a_moment(record)
                 self._cancel(record)
             record = self._ended(record)
             left, seconds = outlived(lambda: self.place.work(record, self._found()), self.place.patience_s)
@@ -265,10 +263,16 @@ class Campaign:
     def _found(self) -> list[Seen]:
         return processes(self.folder)
 
-    def _wait(self, record: JobRecord, seconds: float) -> None:
-        begin_s = time.monotonic()
-        while time.monotonic() - begin_s < seconds and not self._look(record).ended:
-            time.sleep(min(0.2, seconds))
+    def _wait_for_a_moment(self, record: JobRecord) -> None:
+        """Some seconds, in which a job starts; or some steps, and a part of one."""
+        log, begin_s = run_folder(record) / "log.csv", time.monotonic()
+        seconds, step = self.draw.uniform(0.0, _START_S), len(read_log(log)) + self.draw.randint(1, 20)
+        trains = self.draw.random() < _TRAINING
+        while not self._look(record).ended and time.monotonic() - begin_s < (_STILL_S if trains else seconds):
+            if trains and len(read_log(log)) >= step:
+                time.sleep(self.draw.uniform(0.0, 0.3))
+                return
+            time.sleep(0.1)
 
     def _kill_one(self, record: JobRecord) -> bool:
         """Whether the job was there to be killed."""

@@ -174,7 +174,10 @@ def test_a_job_whose_script_slurm_saw_killed_is_queued_again_as_often_as_its_fil
 
 
 def test_the_batch_script_writes_down_where_an_attempt_begins(record: JobRecord) -> None:
-    assert '"devices\\": 4}" \\\n  >> ' in batch_script(replace(record, target="slurm"))
+    script = batch_script(replace(record, target="slurm"))
+    assert '"devices\\": 4}" \\\n  >> ' in script
+    # A rank whose slurmstepd is killed before the rank has begun does not go on alone.
+    assert "[ $PPID -ne 1 ] || exit 3\nexport CUMULO_RANKS_OF=$PPID" in script
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def test_a_recorded_decision_replays_identically_and_a_changed_one_is_seen(tmp_p
         (AttemptEnd(1, False, 20, 10), 2, "again"),
         (AttemptEnd(1, False, 20, 10), 3, "failed"),
         (AttemptEnd(None, False, 0, 0), 0, "again"),  # killed from outside
+        (AttemptEnd(0, False, 0, 0), 0, "again"),  # asked to end while it started
+        (AttemptEnd(0, False, 0, 0), 3, "failed"),
     ],
 )
 def test_an_attempt_that_ended_is_tried_again_where_that_helps(

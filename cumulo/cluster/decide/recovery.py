@@ -78,7 +78,7 @@ def after_attempt(end: AttemptEnd, failures: int, most_restarts: int) -> AfterAt
         return AfterAttempt("again", "a node failed its check before the start; it goes to another one", True)
     if code == REFUSED:
         return AfterAttempt("failed", f"{how}: {why}", counts=True)
-    if code is not None and end.step <= end.first_step:
+    if code and end.step <= end.first_step:  # 0: it was asked to end while it started
         return AfterAttempt("failed", f"{how} before its first step: {why}", counts=True)
     if failures >= most_restarts:
         return AfterAttempt("failed", f"{how}, after {failures} restarts (restart.most): {why}", counts=True)

@@ -33,6 +33,7 @@ from cumulo.cluster.decide.recovery import UNHEALTHY
 from cumulo.cluster.drivers.command import check_command, output_file, work_command
 from cumulo.cluster.job_settings import DeviceGroup
 from cumulo.cluster.job_store import JobRecord
+from cumulo.ranks.launch import STARTER
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is lost last
 _END_WITH_PARENT = (  # PR_SET_PDEATHSIG: SIGKILL
@@ -69,10 +70,11 @@ class GangTask:
         """The worst exit code of its ranks."""
         if self._stopped:
             return -signal.SIGTERM
+        ours = os.environ | {STARTER: str(os.getpid())}
         with Path(output).open("ab") as stream:
             for environment in environments:
                 process = await asyncio.create_subprocess_exec(
-                    *ending_with_parent(command), cwd=folder, env=os.environ | environment,
+                    *ending_with_parent(command), cwd=folder, env=ours | environment,
                     stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream,
                 )  # fmt: skip
                 self._processes.append(process)

@@ -27,6 +27,7 @@ from cumulo.cluster.job_settings import seconds
 from cumulo.cluster.job_store import JobRecord
 from cumulo.cluster.served_shape import served_shape, server_tasks
 from cumulo.errors import ConfigError
+from cumulo.ranks.launch import LOST, STARTER
 
 COMMENT = "cumulo:"  # with the submission key: how a job is found again
 
@@ -53,6 +54,8 @@ def batch_script(record: JobRecord) -> str:
         else "",
         SERVICE=SERVICE,
         UNHEALTHY=UNHEALTHY,
+        LOST=LOST,
+        STARTER=STARTER,
     )
 
 
