@@ -24,7 +24,7 @@ LINES_PER_ROOM = {
     "base": 1_760,
     "bench": 3_161,
     "checkpoint": 1_450,
-    "cli": 8_340,
+    "cli": 8_440,  # with answers in five lines first
     "cluster": 10_690,  # with Slurm's own scheduling, to rehearse it, and its jobs whose script was killed
     "collectives": 4_200,
     "console": 5_000,
@@ -38,14 +38,14 @@ LINES_PER_ROOM = {
     "load": 2_500,
     "models": 8_750,
     "pipeline": 2_150,
-    "plan": 10_060,  # with ranges of failures, and what is extrapolated
+    "plan": 10_070,  # with ranges of failures, and what is extrapolated
     "quant": 1_200,
     "ranks": 2_450,
     "serve": 16_100,
     "spec": 2_350,
     "train": 7_950,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 119_200, 790, 3_900, 55_000
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 119_310, 790, 3_900, 55_000
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (

@@ -4,6 +4,7 @@ import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -84,6 +85,29 @@ def test_every_prediction_of_a_run_has_a_90_percent_interval_around_it(name: str
     assert low < value < high
 
 
+def test_an_answer_begins_with_five_lines_that_say_what_the_details_say(run: str) -> None:
+    short, details = run.split("Details")
+    lines = dict(re.findall(r"^(use|speed|price|how sure|limit) +(.+?) *$", short, re.MULTILINE))
+    assert list(lines) == ["use", "speed", "price", "how sure", "limit"]
+    for name, line in (("run time", "speed"), ("step time", "speed"), ("price", "price")):
+        found = re.search(rf"^ {name} +([\d.,]+) ", details, re.MULTILINE)
+        assert found and found[1] in lines[line]
+    assert lines["use"].split(",")[0] in details and lines["limit"].split(" (")[0] in details
+    assert "of 989 TFLOP/s, the peak in bfloat16" in details
+
+
+def test_a_plan_whose_range_reaches_beyond_the_budget_says_so() -> None:
+    words = (*_TRAIN, "llama-3.1-8b", *_SMALL, "--tokens", "1e11", "--fixed", "zero=1", "--no-why")
+    price = next(row for row in _json(words)["rows"] if row["name"] == "price")["value"]
+    for budget, said in ((1.01 * price, True), (3 * price, False)):
+        assert ("not at its end" in CliRunner().invoke(app, [*words, "--budget", str(budget)]).output) == said
+
+
+def _json(words: tuple[str, ...]) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
+    return report
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("words", _REFUSED.values(), ids=_REFUSED)
 def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, ...]) -> None:
@@ -110,6 +134,9 @@ def test_validation_prints_units_and_three_digits(words: tuple[str, ...]) -> Non
     assert done.exit_code == 0, done.output
     assert not too_long(done.output)
     assert not without_unit(done.output)
+    assert re.search(
+        r"\+ is predicted too (slow, - too fast|fast, - too slow)", " ".join(done.output.split())
+    )
 
 
 def test_the_html_report_of_a_cluster_has_units_ranges_and_three_digits(tmp_path: Path) -> None:
@@ -134,6 +161,23 @@ def test_a_plan_of_servers_says_first_what_it_was_made_for(tmp_path: Path) -> No
     context = re.search(r"max_context: (\d+)", plan.read_text())
     assert context and f"contexts of up to {int(context[1]):,} tokens" in told
     assert told.index("Planned for") < told.index("price, total")
+    short = re.search(
+        r"^use +1 GPU: 1 replica of h100-sxm .*^speed +TTFT p99 .*; 2 requests/s.*"
+        r"^price +2.99 USD/h, 2,150 USD per 30 days.*^how sure .*^limit .*^Details",
+        told,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert short and "hypothetical" not in told
+
+
+@pytest.mark.long
+def test_gpt_oss_fits_one_h100_as_it_is_published_and_a_refusal_names_the_option_for_it() -> None:
+    asked = (*ONE_H100[:2], "gpt-oss-120b", *ONE_H100[3:5], "--max-gpus", "1", "--slo", "ttft=1s,itl=80ms",
+             "--users", "50", "--requests", "60")  # fmt: skip
+    assert re.search("with 1 GPU;.*add --hypothetical", str(CliRunner().invoke(app, [*asked]).exception))
+    told = CliRunner().invoke(app, [*asked, "--hypothetical"]).output
+    assert re.search(r"^use +1 GPU: 1 replica of h100-sxm \(mxfp4, tensorrt-llm\)", told, re.MULTILINE)
+    assert "`cumulo serve` cannot run it" in told
 
 
 @pytest.mark.parametrize("rates", [(), ("--rate", "1", "--users", "2"), ("--users", "0")])
@@ -180,6 +224,7 @@ def test_why_walks_from_one_plan_to_another_and_ends_where_it_does(tmp_path: Pat
     price = next(row["value"] for row in json.loads(alone.read_text())["rows"] if row["name"] == "price")
     assert rows[-1]["value"] == pytest.approx(price)
     assert re.search(r"run time +step time +change +plan", done.output)
+    assert re.search(r"matrix products -[\d.]+ m?s", rows[-1]["note"])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_a_plan_is_ranked_explained_and_costed(cumulo: Run) -> None:
     assert figures["run time"] == pytest.approx(1e10 / (64 * 2048) * (best["step_s"] + waited_s) / 86400)
     assert figures["price"] == pytest.approx(figures["run time"] * 24 * 8 * 2.99)
     assert best["interval_s"][0] < best["step_s"] < best["interval_s"][1]
-    assert {"twice the network", "twice the memory"} <= {change["what"] for change in report["changes"]}
+    gains = {change["what"]: change["gain"] for change in report["changes"]}
+    assert gains["half the network"] <= 0 <= gains["twice the network"] and "twice the memory" in gains
 
 
 def test_a_cpu_is_planned_for_with_its_own_profile_and_as_one(cumulo: Run) -> None:

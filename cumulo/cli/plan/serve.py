@@ -26,13 +26,14 @@ from cumulo.errors import ConfigError
 from cumulo.load.simulated import parse_objective
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.deployment import Deployment, Promised
-from cumulo.plan.serve.kinds import ReplicaChoices, kinds
+from cumulo.plan.serve.kinds import ReplicaChoices, kinds, obstacle
 from cumulo.plan.serve.options import weigh
 from cumulo.plan.serve.plan_file import differing, plan_file, plan_text
-from cumulo.plan.serve.replica import FORMATS
+from cumulo.plan.serve.replica import FORMATS, Replica
 from cumulo.plan.serve.search import ServePlan, Wanted, search
 from cumulo.plan.serve.traffic import check_rate
 from cumulo.spec.catalog import Catalog, shipped
+from cumulo.spec.model import ModelSpec
 from cumulo.spec.slo import Slo
 
 EXAMPLE = (
@@ -59,8 +60,8 @@ class PlanServeOptions:
         "Devices to consider, separated by commas. Default: every GPU in the catalogue but a800 and h800.", ""
     )
     weights: str = _WHERE(
-        "Weight formats to consider, separated by commas: bfloat16, float8, int4. Default: all of them; float32 on "
-        "CPUs.",
+        "Weight formats to consider, separated by commas: bfloat16, float8, int4; with --hypothetical also float4 "
+        "and mxfp4. Default: all of them; float32 on CPUs.",
         "",
     )
     kv: str = _WHERE(
@@ -81,8 +82,8 @@ class PlanServeOptions:
         },
     )
     hypothetical: bool = _WHERE.flag(
-        "Also consider what `cumulo serve` cannot run: 8-bit experts, and 4-bit weights on Blackwell, as fast as "
-        "TensorRT-LLM's published throughputs."
+        "Also consider what `cumulo serve` cannot run: 8-bit experts, GPT-OSS's 4-bit experts, and 4-bit weights "
+        "on Blackwell, as fast as TensorRT-LLM's published throughputs."
     )
     max_gpus: int | None = _WHERE("Maximum number of GPUs. Default: no limit.", None)
     traffic: shared.TrafficOptions = shared.TrafficOptions(requests=400)
@@ -109,13 +110,15 @@ def serve(chosen: PlanServeOptions) -> None:
     The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
     catalog, think_s = shipped(chosen.catalog_file), parse_duration_s(chosen.think, "--think")
-    wanted, choices = _wanted(chosen, catalog, think_s), _choices(chosen, catalog)
+    wanted = _wanted(chosen, catalog, think_s)
+    choices = _choices(chosen, catalog, wanted.spec)
     with working("planning") as tell:
         every = kinds(wanted.spec, wanted.traffic, wanted.slo, catalog, choices)
         plan = search(wanted, every, tell, promises=True)
         tell("options")
         options_chosen = weigh(plan, wanted, choices)
     best, rows = plan.best, _rows(plan, wanted.slo, think_s)
+    short = _in_short(plan, wanted.slo)
     by_users = ((best.replicas * one.users(think_s), one.report) for one in plan.curve)
     chart = latency_chart("Latency over users", "users", by_users, wanted.slo)
     users = [(number(best.replicas * one.users(think_s)), one) for one in plan.curve]
@@ -125,8 +128,9 @@ def serve(chosen: PlanServeOptions) -> None:
     asked = _asked(chosen, wanted, think_s)
     notes = (
         f"why: {_why(plan)}.",
-        f"evidence: {best.replica.confidence.evidence}.",
+        f"evidence: {best.replica.confidence.evidence.rstrip('.')}.",
         _promised(plan),
+        _sixteen_bits(best.replica),
         *map(str, options_chosen),
         _rejected(plan),
     )
@@ -144,17 +148,19 @@ def serve(chosen: PlanServeOptions) -> None:
         chosen.json_file,
         Text(heading, "bold"),
         dim(asked),
-        reports.table("", rows),
+        reports.grid(("", ""), short.items(), left=(0, 1)),
+        reports.table("Details", rows),
         figure_table("users", users, columns, "How many users fit"),
         dim("\n".join(filter(None, notes))),
         plans=[_as_dict(one, plan) for one in plan.deployments],
         options=[asdict(one) for one in options_chosen],
         asked=asked,
+        in_short=short,
     )
     if only_json(chosen.json_file):
         return
-    if best.replica.engine != "cumulo":
-        note("this is hypothetical: `cumulo serve` cannot run it")
+    if why_not := obstacle(best.replica, best.prefill_replicas > 0):
+        note(f"this is hypothetical: `cumulo serve` cannot run it: {why_not}")
         return
     model_word = "" if planned.model and chosen.out else f" {planned.model or 'MODEL'}"
     words = f" --plan {chosen.out}"
@@ -201,7 +207,7 @@ def _asked(chosen: PlanServeOptions, wanted: Wanted, think_s: float) -> str:
     )
 
 
-def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
+def _choices(chosen: PlanServeOptions, catalog: Catalog, spec: ModelSpec) -> ReplicaChoices:
     names = names_in(chosen.devices) or [
         name
         for name in catalog.names("devices")
@@ -210,7 +216,7 @@ def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
     on_cpus = all(catalog.device(name).generation == "cpu" for name in names)
     usual = ["float32"] if on_cpus else ["bfloat16", "float8", "int4"]
     if chosen.hypothetical and not on_cpus:
-        usual.append("float4")
+        usual += ["float4", *["mxfp4"] * (spec.family == "gpt_oss")]  # which alone is published so
     return ReplicaChoices(
         tuple(names),
         tuple(names_in(chosen.weights, "--weights", FORMATS) or usual),
@@ -233,6 +239,27 @@ def _as_dict(one: Deployment, plan: ServePlan) -> dict[str, Any]:
         "headroom_high": high, "rate": one.rate, "output_tok_s": one.output_tok_s,
         "report": one.report.as_dict(), "evidence": sure.evidence, "error": sure.error,
     }  # fmt: skip
+
+
+def _in_short(plan: ServePlan, slo: Slo) -> dict[str, str]:
+    """The answer in five lines: what to use, how fast, at what price, how sure that is, and what limits it."""
+    best, (fast, middle, slow) = plan.best, plan.share
+    speeds = [
+        f"{name.upper()} p{slo.percentile:g} {quantity(one.at_slo, 's')} ({between(low.at_slo, high.at_slo, 's')})"
+        for name in ("ttft", "itl")
+        for low, one, high in [[getattr(report, f"{name}_s") for report in (fast, middle, slow)]]
+        if low and one and high
+    ]
+    more, month = number(100 * plan.headroom[1]), quantity(best.price_per_hour * 24 * 30, "USD")
+    price = f"{quantity(best.price_per_hour, 'USD/h')}, {month} per 30 days"
+    kept = f"the SLO is kept if steps take up to {best.replica.confidence.error:.0%} longer than predicted"
+    return {
+        "use": f"{_gpus(best).partition(' ×')[0]}: {best}",
+        "speed": f"{', '.join(speeds)}; {number(best.rate)} requests/s, {more}% more would fit",
+        "price": f"{price}; {quantity(best.price_per_million_tokens, 'USD/M')} output tokens at this rate",
+        "how sure": f"{kept}, as in 9 of 10 measurements",
+        "limit": plan.capacity[1].limit(slo),
+    }
 
 
 _USE = (
@@ -341,6 +368,14 @@ def _promised(plan: ServePlan) -> str:
             "the plan file does not promise the SLO: it could not be promised to any request when it arrives"
         )
     return f"the plan file does not promise the SLO: {best.replica.engine} is not Cumulo's engine"
+
+
+def _sixteen_bits(replica: Replica) -> str:
+    if replica.engine != "cumulo" or replica.spec.moe is None:
+        return ""
+    return (
+        "`cumulo serve` keeps experts in 16 bits; --hypothetical shows what engines with narrower ones need"
+    )
 
 
 def _rejected(plan: ServePlan) -> str:

@@ -176,7 +176,7 @@ def train(chosen: PlanTrainOptions) -> None:
     with working("planning"):
         result = _plans(goal, fixed)
         best = result.plans[0]
-        check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
+        unsure = check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
         stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
         gains = changes(best, goal, searched=fixed is None) if chosen.why else ()
     cost = None if tokens is None else RunCost.from_plan(best, goal.cluster, tokens, stalls)
@@ -188,9 +188,12 @@ def train(chosen: PlanTrainOptions) -> None:
     rows = view.rows(best, goal, cost, stalls)
     phases = _phases(best.job, goal.cluster) if chosen.phases else ()
     more = {"phases": view.phases_as_dicts(phases)} if phases else {}
-    tables = view.shown(chosen.model, goal, result, gains, rows, stalls), view.phase_tables(phases)
-    told = view.as_dict(result, gains, stalls) | more
+    short = view.in_short(best, goal, cost, gains)
+    tables = view.shown(chosen.model, goal, result, gains, rows, stalls, short), view.phase_tables(phases)
+    told = view.as_dict(result, gains, stalls) | more | {"in_short": short}
     present(rows, chosen.json_file, *tables[0], *tables[1], **told)
+    if unsure:
+        note(unsure)
     sure = (
         best.estimate.memory.fits_with_probability(goal.memory_limit_bytes) if best.estimate.memory else 1.0
     )

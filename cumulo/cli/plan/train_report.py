@@ -1,6 +1,6 @@
 """What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,14 +8,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cumulo.base.quantities import GIB, MIB, column, percent, quantity
+from cumulo.base.quantities import GIB, MIB, between, column, percent, quantity
 from cumulo.base.report import ReportTable, Row, grid, table
 from cumulo.cli.shared.terminal import dim, marked
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.search.run_cost import RunCost, Stalls
 from cumulo.plan.search.search import Plan, SearchResult
 from cumulo.plan.search.space import TrainGoal
-from cumulo.plan.search.why import Change, bounds_of, loses_by
+from cumulo.plan.search.why import HALF_NETWORK, Change, bounds_of, loses_by
 from cumulo.plan.time.phases import CommunicationPhase
 from cumulo.spec.model_file import plain
 
@@ -31,6 +31,8 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
     """The figures of one plan, as every report has them, with their 90% intervals."""
     found, each, interval = plan.estimate, _each(goal), plan.estimate.interval
     low, high = interval.low / found.step_s, interval.high / found.step_s  # of the step's time
+    dtype = plan.job.dtype
+    peak = f"of {quantity(goal.cluster.device.flops(dtype) / 1e12, 'TFLOP/s')}, the peak in {dtype}"
 
     def rate(name: str, value: float, unit: str, note: str = "") -> Row:
         """Rates go the other way than the step's time."""
@@ -40,7 +42,7 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
         Row("step time", found.step_s, "s", "lower", note=_range(found.step_s, low, high, "s")),
         rate("throughput", found.tokens_per_s, "tokens/s"),
         rate(f"throughput per {each}", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
-        rate("MFU", 100 * found.mfu, "%", f"; {_FLOPS}"),
+        rate("MFU", 100 * found.mfu, "%", f"; {peak}; {_FLOPS}"),
         rate("HFU", 100 * found.hfu, "%", "; counts recomputation, too"),
     ]
     if found.memory is not None:
@@ -69,12 +71,40 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
     return result
 
 
+def in_short(best: Plan, goal: TrainGoal, cost: RunCost | None, gains: Sequence[Change]) -> dict[str, str]:
+    """The answer in five lines: what to use, how fast, at what price, how sure that is, and what limits it."""
+    found = best.estimate
+    speed = f"{quantity(found.step_s, 's')} per step, {quantity(found.tokens_per_s, 'tokens/s')}"
+    price = f"{quantity(goal.cluster.price_per_hour, 'USD')} per hour; --tokens adds that of a run"
+    if cost is not None:
+        days = between(cost.days * cost.low, cost.days * cost.high, "days")
+        speed = f"{quantity(cost.days, 'days')} ({days}) for {quantity(cost.tokens, 'tokens')}; {speed}"
+        ends = " to ".join(quantity(cost.money * end, "USD") for end in (cost.low, cost.high))
+        price = f"{quantity(cost.money, 'USD')} ({ends}), without failures"
+    sure = f"step time {between(found.interval.low, found.interval.high, 's')} in 9 of 10 cases"
+    if found.memory is not None:
+        sure += f"; fits into memory with {_fits(found.memory, goal):.0%} probability"
+    beyond = next((one for one in found.evidence if one.startswith(("outside", "no published"))), "")
+    limit = next(iter(bounds_of(best)), "no single part of the step")
+    helps = [change for change in gains if change.gain >= 0.005][:1]
+    return {
+        "use": f"{best.job.layout}, micro-batches of {_sequences(best.job.micro_batch)}",
+        "speed": speed,
+        "price": price,
+        "how sure": sure + (f"; {beyond}" if beyond else ""),
+        "limit": "; ".join((limit, *(f"{one.what}: {one.gain:.1%} less time" for one in helps))),
+    }
+
+
+def _fits(memory: MemoryLedger, goal: TrainGoal) -> float:
+    return min(0.99, max(0.01, memory.fits_with_probability(goal.memory_limit_bytes)))
+
+
 def _memory_words(memory: MemoryLedger, goal: TrainGoal) -> str:
     left = goal.memory_limit_bytes - memory.total
     free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
-    fits = min(0.99, max(0.01, memory.fits_with_probability(goal.memory_limit_bytes)))
     ends = " to ".join(f"{end / GIB:.3g} GiB" for end in memory.interval)
-    found = f"90% interval: {ends}; {free}; fits with {fits:.0%} probability"
+    found = f"90% interval: {ends}; {free}; fits with {_fits(memory, goal):.0%} probability"
     if goal.cluster.device.generation == "cpu":
         return found
     return (
@@ -126,12 +156,15 @@ def shown(
     gains: Sequence[Change],
     found: Sequence[Row],
     stalls: Stalls,
+    short: Mapping[str, str],
 ) -> Iterator[RenderableType]:
-    """The report in a terminal; `found`: the rows of the best plan."""
+    """The report in a terminal; `found`: the rows of the best plan; `short`: what `in_short` says."""
     best = result.plans[0]
     job, each = best.job, _each(goal)
     words = f"{job.global_batch:,} sequences of {job.sequence_length:,} tokens"
     yield marked("[bold]{}[/bold] on {}: {}", model, goal.cluster, words)
+    yield grid(("", ""), short.items(), left=(0, 1))
+    yield Text("Details", "bold")
     recomputed = _RECOMPUTE.get(job.recompute, f"{job.recompute} recomputed")
     words = f"{_sequences(job.micro_batch)} ({job.micro_batches:,} per step), {recomputed}"
     yield marked("[bold green]{}[/bold green], micro-batches of {}", job.layout, words)
@@ -197,6 +230,11 @@ def _why(best: Plan, result: SearchResult, gains: Sequence[Change]) -> Iterator[
     for change in gains[:_MOST_CHANGES]:
         if change.gain >= 0.005:
             yield f"{change.what}: {change.gain:.1%} less time"
+    yield from (
+        f"{each.what}: {-each.gain:.1%} more time"
+        for each in gains
+        if each.what == HALF_NETWORK and each.gain <= -0.005
+    )
     if gains and max(change.gain for change in gains) < 0.005:
         yield "no single change of network, links, memory, batch or layout would save half a percent"
     yield from map(dim, best.estimate.evidence)

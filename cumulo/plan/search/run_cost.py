@@ -199,10 +199,11 @@ def check_limits(
     limits: RunLimits,
     storage: Storage,
     searched: bool = True,
-) -> None:
-    """A ConfigError that names a number of GPUs that keeps the limits, where the plan does not."""
+) -> str:
+    """A ConfigError that names a number of GPUs that keeps the limits, where the plan does not; else what to be
+    told where the range of its cost reaches beyond them."""
     if limits.deadline_days is None and limits.budget is None:
-        return
+        return ""
     if tokens is None:
         raise ConfigError(
             "--deadline-days and --budget need the length of the run: add --tokens, for example --tokens 15e12"
@@ -210,7 +211,12 @@ def check_limits(
     cost = _cost(plan, goal, tokens, storage)
     missed = limits.missed(cost)
     if missed is None:
-        return
+        late = limits.missed(replace(cost, days=cost.days * cost.high, money=cost.money * cost.high))
+        return (
+            "the limit is kept in the middle of the range, but not at its end: plan with reserve"
+            if late
+            else ""
+        )
     if not searched:
         raise ConfigError(f"{missed}; omit --fixed to search for a layout within the limit")
     asked = _Asked(goal, tokens, limits, storage)

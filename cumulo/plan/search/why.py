@@ -16,6 +16,8 @@ from cumulo.plan.search.space import Choices, TrainGoal, Variant, job_of, pipeli
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
 
+HALF_NETWORK = "half the network"
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -70,9 +72,10 @@ def _around(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
     """Another cluster, or another batch."""
     job, cluster = plan.job, goal.cluster
     node, device = cluster.node, cluster.device
-    faster_network = replace(cluster, node=replace(node, nic_bytes_per_s=2 * node.nic_bytes_per_s))
     faster_links = replace(device, link_bytes_per_s=2 * device.link_bytes_per_s)
-    yield "twice the network", _step_s(job, faster_network)
+    for what, share in (("twice the network", 2.0), (HALF_NETWORK, 0.5)):
+        other = replace(node, nic_bytes_per_s=share * node.nic_bytes_per_s)
+        yield what, _step_s(job, replace(cluster, node=other))
     yield "twice the scale-up links", _step_s(job, replace(cluster, node=replace(node, device=faster_links)))
     if twice := _try(job, global_batch=2 * job.global_batch):
         yield "twice the batch, for the same number of tokens", _step_s(twice, cluster) / 2

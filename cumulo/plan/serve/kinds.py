@@ -112,13 +112,15 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
     """The engine's options; and the same replica under another engine, which has formats of its own."""
     on_cpu = plain.device.generation == "cpu"
     for kv in choices.kv if not on_cpu else ("",):
-        if plain.weights != "float4":
+        if plain.weights not in ("float4", "mxfp4"):
             replica = replace(plain, kv=kv)
             yield replica
             if choices.acceptance:
                 yield replace(replica, acceptance=choices.acceptance, speculate=choices.speculate)
-    if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
-        other = replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
+    if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "mxfp4", "bfloat16"):
+        # As published: GPT-OSS has its KV cache in 16 bits on Hopper.
+        kv = "" if plain.weights == "mxfp4" and plain.device.generation == "hopper" else "float8"
+        other = replace(plain, engine=TENSORRT_LLM, kv=kv, max_running=_MOST_RUNNING)
         yield other
         moe = plain.spec.moe
         if moe is not None and plain.ranks == 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from cumulo.base.quantities import number
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, RateGrid, RateTrial, play
 from cumulo.plan.serve.deployment import Candidate, Deployment, Promised, promised
@@ -87,7 +88,10 @@ def search(
     check_rate(wanted.rate)
     every = sorted(candidates, key=lambda one: (one.least_price(wanted.rate), one.replica.ranks))
     if not every:
-        raise ConfigError("--devices contains no device: name one or more, or omit it")
+        raise ConfigError(
+            "--devices contains no device that computes in these --weights: name others, or omit either option; "
+            "float4 and mxfp4 need --hypothetical"
+        )
     found: list[Deployment] = []
     tried: list[Deployment | None] = []
     for one in every:
@@ -276,14 +280,14 @@ def _at_rate(best: Deployment, wanted: Wanted, slower: float) -> Callable[[float
 def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
     """Why no deployment was found, and the nearest thing that works."""
     fitting = [one for one in every if one.fits]
+    hint = ", or add --hypothetical to plan for engines with 8- and 4-bit experts and 8-bit KV caches"
+    hint *= all(one.replica.engine == "cumulo" and one.replica.device.generation != "cpu" for one in every)
     if not fitting:
         tried = [one for one in every if one.runnable] or every
         largest = max(tried, key=lambda one: one.replica.ranks * one.replica.device.memory_bytes)
-        other_engines = any(one.replica.engine != "cumulo" for one in every)
-        hint = ", or add --hypothetical to plan for engines with 8-bit experts and KV caches"
         return (
             f"`cumulo serve` runs the model on none of the {len(every)} kinds of replica considered (omit "
-            f"--devices to consider all{hint * (not other_engines)}); in the largest, {largest.why_not}"
+            f"--devices to consider all{hint}); in the largest, {largest.why_not}"
         )
     usable = [one for one in fitting if one.most_rate > 0]
     if not usable:
@@ -294,11 +298,12 @@ def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
         )
     least = min(usable, key=lambda one: one.least_price(wanted.rate))
     gpus = int(least.least_price(wanted.rate) / least.replica.price_per_hour) * least.replica.ranks
-    allowed = "" if wanted.most_gpus is None else f" with {wanted.most_gpus} GPUs"
+    allowed = {None: "", 1: " with 1 GPU"}.get(wanted.most_gpus, f" with {wanted.most_gpus} GPUs")
     return (
-        f"no deployment keeps this objective at {wanted.rate:g} requests per second{allowed}; the cheapest kind, "
-        f"{least.replica}, needs at least {gpus:,} GPUs: allow more with --max-gpus, lower --rate, or loosen the "
-        "objective"
+        f"no deployment keeps this objective at {number(wanted.rate)} requests/s{allowed}; the cheapest kind, "
+        f"{least.replica}, needs at least {gpus:,} GPUs, and has to keep it with steps that are "
+        f"{least.replica.confidence.error:.0%} longer than expected: allow more with --max-gpus, lower the rate, "
+        f"or loosen the objective{hint}"
     )
 
 
