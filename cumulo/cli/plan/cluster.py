@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cumulo.base.quantities import quantity
 from cumulo.base.report import ReportTable, Row
 from cumulo.base.strict import package_yaml
 from cumulo.cli.shared import options
@@ -107,7 +108,9 @@ def cluster(chosen: PlanClusterOptions) -> None:
 def _sentences(plan: ClusterPlan) -> Iterator[str]:
     if reasons := extrapolations(plan):
         yield f"extrapolated: {reasons}"
-    yield f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}"
+    kept = plan.checkpoints[0]
+    every = quantity(kept.interval_s, "s")
+    yield f"layout: {plan.training.job.layout}; checkpoints: {kept.name}, every {every}"
     yield from plan.assumed
     yield f"why: {why_so_many(plan)} {_bound(plan)}"
     if verdict := budget_verdict(plan):

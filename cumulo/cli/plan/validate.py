@@ -82,9 +82,10 @@ class ValidateOptions:
 def validate(chosen: ValidateOptions) -> None:
     """Compare the planner's predictions with published training results, by source, or with serving throughputs.
 
-    Errors are errors of step time: +5% means that the predicted step is 5% too long. The figures that matter are
-    those of --left-out: there the target is a median error of 8% and a 90th percentile of 18%, with 85 to 95% of
-    the rows inside 90% intervals whose width (high end over low end) is at most 1.6 in the median.
+    Errors are errors of step time: +5% means that the predicted step is 5% too long (of serving: that 5% too
+    many tokens per second are predicted). The figures that matter are those of --left-out: there the target is a
+    median error of 8% and a 90th percentile of 18%, with 85 to 95% of the rows inside 90% intervals whose width
+    (high end over low end) is at most 1.6 in the median.
     """
     from rich.progress import track
 
@@ -108,7 +109,8 @@ def validate(chosen: ValidateOptions) -> None:
     summaries = by_source(predictions)
     how = "never fitted" if chosen.held_out else "their software left out" if chosen.left_out else "as fitted"
     named = [(one.name, one) for one in summaries]
-    console.print(figure_table("source", named, _FIGURES, f"Published step times, {how}"))
+    sign = "worst and bias: + is predicted too slow, - too fast"
+    console.print(figure_table("source", named, _FIGURES, f"Published step times, {how} ({sign})"))
     for prediction in sorted(predictions, key=lambda each: -abs(each.error))[: chosen.worst]:
         console.print(
             f"{prediction.error:+7.1%}  {prediction.row.name}: published {prediction.row.step_s:.3g} s, "
@@ -202,7 +204,8 @@ def validate_serving(
     """Print the errors by model, device and source; `left_out`: each under constants that never saw it, and
     intervals for which only the others vouch."""
     rows = served_rows() if tables is None else _read(tables)
-    title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
+    how = "each group left out" if left_out else "as fitted"
+    title = f"Published throughputs, {how} (bias: + is predicted too fast, - too slow)"
     groups: dict[str, list[ServedPrediction]] = {}
     largest: set[tuple[float, str]] = set()
     for key in ("model", "device", "source"):

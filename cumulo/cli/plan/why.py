@@ -60,20 +60,36 @@ def why(first: Command, second: Command, json_file: JsonOption = None) -> None:
     if not names:
         raise ConfigError("the two plans have no figure in common: neither price, run time nor step time")
     rows: list[Row] = []
-    shown, before = [], 0.0
+    shown: list[tuple[str, ...]] = []
+    before: Mapping[str, float] = {}
     for told, found in lines:
         if isinstance(found, str):
             rows.append(Row(told, found))
             shown.append((*("" for _ in names), "", f"{told}: {found}"))
             continue
         value = found[names[0]]
-        change = f"{value / before - 1:+.1%}" if before else ""
-        rows.append(Row(told, value, _FIGURES[names[0]][1], "lower", note=change))
+        change = f"{value / before[names[0]] - 1:+.1%}" if before else ""
+        causes = ", ".join(_causes(before, found)) if before else ""
+        rows.append(
+            Row(told, value, _FIGURES[names[0]][1], "lower", note="; ".join(filter(None, (change, causes))))
+        )
         figures = [quantity(found[name], _FIGURES[name][1]) if name in found else "" for name in names]
-        shown.append((*figures, change, told))
-        before = value
+        shown.append((*figures, change, f"{told}\n  {causes}" if causes else told))
+        before = found
     title = marked("{}, one change after the other", names[0])
     present(rows, json_file, title, grid((*names, "change", "plan"), shown, left=(0, len(names) + 1)))
+
+
+def _causes(before: Mapping[str, float], now: Mapping[str, float]) -> Iterator[str]:
+    """What a cluster trains with, and the parts of a step that changed most; their seconds are by "part NAME"."""
+    if {"job_gpus", "ettr"} <= set(now):
+        yield f"{now['job_gpus']:,} GPUs train, {now['ettr']:.1%} of the time"
+        return
+    parts = {name for name in (*before, *now) if name.startswith("part ")}
+    change = {name: now.get(name, 0.0) - before.get(name, 0.0) for name in parts}
+    for name, seconds in sorted(change.items(), key=lambda one: -abs(one[1]))[:3]:
+        if abs(seconds) > 0.01 * sum(now.get(one, 0.0) for one in parts):
+            yield f"{name.removeprefix('part ')} {'+' if seconds > 0 else '-'}{quantity(abs(seconds), 's')}"
 
 
 def _walk(one: PlanCommand, other: PlanCommand) -> Iterator[tuple[str, PlanCommand]]:
@@ -142,8 +158,12 @@ def _figures(command: PlanCommand) -> Mapping[str, float] | str:
     )  # fmt: skip
     if done.returncode:
         return "refused: " + " ".join(done.stderr.split()).removeprefix("error: ")[:200]
-    rows = {row["name"]: row["value"] for row in json.loads(done.stdout)["rows"]}
+    report = json.loads(done.stdout)
+    rows = {row["name"]: row["value"] for row in report["rows"]}
+    plans = report.get("plans") or [{}]
+    parts = {f"part {name}": seconds for name, seconds in plans[0].get("breakdown_s", {}).items()}
     found = {
         name: next((rows[one] for one in ones if one in rows), None) for name, (ones, _) in _FIGURES.items()
     }
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    parts |= {name: rows[name] for name in ("job_gpus", "ettr") if name in rows}
+    return parts | {name: value for name, value in found.items() if isinstance(value, int | float)}
