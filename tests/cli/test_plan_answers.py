@@ -168,6 +168,14 @@ def test_a_plan_of_servers_says_first_what_it_was_made_for(tmp_path: Path) -> No
         re.MULTILINE | re.DOTALL,
     )
     assert short and "hypothetical" not in told
+    room = re.search(r"KV cache usage, peak.*, of (\d+),000 tokens per replica", " ".join(told.split()))
+    assert room and 400 < int(room[1]) < 524  # 128 KiB each, in 64 GiB beside the weights
+
+
+def test_a_plan_for_devices_that_cumulo_does_not_run_on_says_so() -> None:
+    words = [*ONE_H100[:3], "--devices", "mi300x", *ONE_H100[5:], "--rate", "2", "--hypothetical"]
+    told = CliRunner().invoke(app, words).output
+    assert "cannot run it: the kernels are for NVIDIA's GPUs" in told and "start it with" not in told
 
 
 @pytest.mark.long

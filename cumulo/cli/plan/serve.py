@@ -124,7 +124,7 @@ def serve(chosen: PlanServeOptions) -> None:
     users = [(number(best.replicas * one.users(think_s)), one) for one in plan.curve]
     total = RunFigure("", lambda one: one.rate * best.replicas, heading="requests/s, total", shown="{:.3g}")
     columns = total, *trial_columns()
-    heading = f"{chosen.model}, {wanted.rate:g} requests/s: {best}"
+    heading = f"{chosen.model}, {number(wanted.rate)} requests/s: {best}"
     asked = _asked(chosen, wanted, think_s)
     notes = (
         f"why: {_why(plan)}.",
@@ -313,6 +313,8 @@ def _rows(plan: ServePlan, slo: Slo, think_s: float) -> list[Row]:
             note = range_words(one.pick, plan.share, one.unit) + (
                 f", {shares}" if "step" in one.label else ""
             )
+            room = best.replica.memory().kv_blocks * best.replica.engine_config().block_size
+            note += f", of {quantity(float(room), 'tokens')} per replica" if "KV" in one.label else ""
             found.append(Row(one.label, value, one.unit, one.better, note=note))
     for second in plan.deployments[1:]:
         found.append(
@@ -358,16 +360,14 @@ def _promised(plan: ServePlan) -> str:
     best = plan.best
     if plan.promise is not None:
         return ""
+    if best.replica.engine != "cumulo":
+        return f"the plan file does not promise the SLO: {best.replica.engine} is not Cumulo's engine"
     if best.prefill_replicas:
         return (
             "the plan file does not promise the SLO: promises of servers with prefill on replicas of its own have "
             "not been tested. Type `cumulo serve --slo` to make them"
         )
-    if best.replica.engine == "cumulo":
-        return (
-            "the plan file does not promise the SLO: it could not be promised to any request when it arrives"
-        )
-    return f"the plan file does not promise the SLO: {best.replica.engine} is not Cumulo's engine"
+    return "the plan file does not promise the SLO: it could not be promised to any request when it arrives"
 
 
 def _sixteen_bits(replica: Replica) -> str:
