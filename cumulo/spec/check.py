@@ -19,13 +19,26 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
     return spec
 
 
-def refuse_unplayable(spec: ModelSpec) -> None:
-    """A ModelError for a model that can be planned and counted only. Called before a decoder is built."""
+_PLANNED_ONLY = ("llama4", "gpt_oss")  # their routing, sinks and chunks of attention are not played
+
+
+def unplayable(spec: ModelSpec) -> str:
+    """Why a model can be planned and counted only; empty: it can be run."""
+    what = ""
     if not spec.gated_ffn or spec.learned_positions or spec.norm_bias:
-        raise ModelError(
-            f"a {spec.family} model with learned positions, LayerNorm or an ungated feed-forward can be planned, "
-            "but not run; Cumulo runs the Llama, Qwen, Mistral, Mixtral and DeepSeek families"
-        )
+        what = " with learned positions, LayerNorm or an ungated feed-forward"
+    elif spec.family not in _PLANNED_ONLY:
+        return ""
+    return (
+        f"a {spec.family} model{what} can be planned, but not run; Cumulo runs the Llama, Qwen, Mistral, Mixtral "
+        "and DeepSeek families"
+    )
+
+
+def refuse_unplayable(spec: ModelSpec) -> None:
+    """A ModelError for such a model. Called before a decoder is built."""
+    if why := unplayable(spec):
+        raise ModelError(why)
 
 
 # Far beyond every published model; a file that claims more is damaged or hostile, and must not size anything.

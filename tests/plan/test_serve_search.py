@@ -322,3 +322,10 @@ def test_the_ends_of_a_prediction_are_what_slower_and_faster_steps_do() -> None:
     assert slow.itl_s is not None and stretched.itl_s is not None
     assert stretched.itl_s.p50 == pytest.approx(slow.itl_s.p50, rel=0.02)
     assert stretched.output_tok_s == pytest.approx(slow.output_tok_s, rel=0.02)
+
+
+def test_a_model_that_is_planned_only_is_not_said_to_be_served() -> None:
+    cluster = catalog.cluster(1, "h200")
+    for name in ("gpt-oss-20b", "llama-4-scout", "gpt3-6.7b"):
+        assert "planned, but not run" in obstacle(Replica(catalog.model(name), cluster.node, cluster.fabric))
+    assert not obstacle(Replica(catalog.model("llama-3.1-8b"), cluster.node, cluster.fabric))

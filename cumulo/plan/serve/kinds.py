@@ -11,6 +11,7 @@ from cumulo.plan.serve.deployment import Candidate, candidate
 from cumulo.plan.serve.replica import CUMULO, DISK_BYTES_PER_S, TENSORRT_LLM, Replica
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import Catalog
+from cumulo.spec.check import unplayable
 from cumulo.spec.device import Node
 from cumulo.spec.gpu_kernels import adapter_obstacle_of, obstacle_of
 from cumulo.spec.model import ModelSpec
@@ -24,6 +25,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return f"{replica.engine} is not Cumulo's engine"
     if replica.dp > 1:
         return "engines of `cumulo serve` share no experts"
+    if unplayable(spec):
+        return unplayable(spec)
     if split and replica.pp > 1:
         return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
