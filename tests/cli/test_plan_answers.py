@@ -182,7 +182,7 @@ def test_a_plan_for_devices_that_cumulo_does_not_run_on_says_so() -> None:
 def test_gpt_oss_fits_one_h100_as_it_is_published_and_a_refusal_names_the_option_for_it() -> None:
     asked = (*ONE_H100[:2], "gpt-oss-120b", *ONE_H100[3:5], "--max-gpus", "1", "--slo", "ttft=1s,itl=80ms",
              "--users", "50", "--requests", "60")  # fmt: skip
-    assert re.search("with 1 GPU;.*add --hypothetical", str(CliRunner().invoke(app, [*asked]).exception))
+    assert "add --hypothetical" in str(CliRunner().invoke(app, [*asked]).exception)
     told = CliRunner().invoke(app, [*asked, "--hypothetical"]).output
     assert re.search(r"^use +1 GPU: 1 replica of h100-sxm \(mxfp4, tensorrt-llm\)", told, re.MULTILINE)
     assert "`cumulo serve` cannot run it" in told
