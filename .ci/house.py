@@ -38,7 +38,7 @@ LINES_PER_ROOM = {
     "load": 2_500,
     "models": 8_750,
     "pipeline": 2_150,
-    "plan": 10_070,  # with ranges of failures, and what is extrapolated
+    "plan": 10_080,  # with ranges of failures, and what is extrapolated
     "quant": 1_200,
     "ranks": 2_450,
     "serve": 16_100,
