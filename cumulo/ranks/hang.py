@@ -3,18 +3,20 @@ this one so that all are started again. The trainer tells it of every step.
 
 Each rank's watching thread writes its stacks to the run's folder; the first that can reads them all and judges. A
 rank that waits for others stands in a collective; the one that stands elsewhere, or says nothing, holds them up.
+Between steps (a checkpoint, an evaluation) ranks may be slow, and only one that says nothing counts as hung.
 """
 
 import json
 import linecache
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +32,8 @@ _TIMES_LONGEST = (
     6.0  # steps of sequences of different lengths, or beside another program, take several times as long
 )
 _LEAST_S = 10.0
+_LEAST_BETWEEN_S = 20.0
+_STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,14 @@ class Standing:
     waits: bool  # for other ranks, in a collective
     line: str  # of our code that it is in
     stacks: str
+    looks: int = 0  # how often it has written this
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Phase:
+    what: Hashable  # a step, or what is between two
+    step: int
+    since_s: float
 
 
 class HangWatch:
@@ -57,32 +69,48 @@ class HangWatch:
         """`folder` is seen by all ranks. Made by the thread that trains. `after_s`: how long a step may take; None:
         it is learnt from the steps before."""
         self.folder, self.rank, self.world, self._given_s = folder, rank, world, after_s
-        self._steps_s: deque[float] = deque(maxlen=_LAST_STEPS)
+        self._times_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STEPS))
+        self._phase: _Phase | None = None  # what goes on now; None: nothing that is watched
+        self._patience, self._looks = 1, 0
         self._end, self._grace_s, self._clock = end, grace_s, clock
         self._trains = threading.get_ident()
-        self._step, self._since, self._begun = 0, 0.0, 0
-        self._watches = False
+        self._begun = 0
+        self._asks = folder / "asks"  # the step at which a rank asks who is there
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     @property
     def after_s(self) -> float:
-        """How long a step may take."""
+        """How long what goes on now may take."""
+        return self._limit_s(_STEP if self._phase is None else self._phase.what)
+
+    def _limit_s(self, what: Hashable) -> float:
+        known = list(self._times_s[what])
+        if what != _STEP:
+            learnt_s = max(_LEAST_BETWEEN_S, self._given_s or 0.0, _TIMES_LONGEST * max(known, default=0.0))
+            return self._patience * learnt_s if known else math.inf
         if self._given_s is not None:
             return self._given_s
-        known = list(self._steps_s)
         return _UNKNOWN_S if len(known) < _KNOWN_STEPS else max(_LEAST_S, _TIMES_LONGEST * max(known))
 
     def begin(self, step: int) -> None:
         """A step begins."""
-        self._step, self._since, self._watches = step, self._clock(), True
+        self.pause()
         self._begun += 1
+        self._phase = _Phase(_STEP, step, self._clock())
+
+    def between(self, what: Hashable, step: int) -> None:
+        """The step is done, and all ranks do `what` before the next one begins. Its first time is not watched."""
+        self.pause()
+        self._patience = 1
+        self._phase = _Phase(what, step, self._clock())
 
     def pause(self) -> None:
-        """The step is done. What follows may take its time: a checkpoint, an evaluation."""
-        if self._watches and self._begun > 1:  # the first one imports, compiles and reserves
-            self._steps_s.append(self._clock() - self._since)
-        self._watches = False
+        """What went on is done, and what follows may take its time."""
+        done, self._phase = self._phase, None
+        if done is not None and (done.what != _STEP or self._begun > 1):
+            # A first step imports, compiles and reserves.
+            self._times_s[done.what].append(self._clock() - done.since_s)
 
     def __enter__(self) -> "HangWatch":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,21 +124,58 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.after_s / 4)):
-            now_s, after_s = self._clock(), self.after_s
-            if self._watches and now_s - self._since > after_s:
-                self._report(after_s)
-                self._end(HUNG)
-                return
+            now_s, phase = self._clock(), self._phase
+            if phase is None:
+                continue
+            took_s, after_s = now_s - phase.since_s, self._limit_s(phase.what)
+            late, steps = took_s > after_s, phase.what == _STEP
+            if not late and took_s > _LEAST_S and self._is_asked(phase):
+                self._write(phase)
+            if not late or not (steps or self._is_one_silent(phase)):
+                continue
+            if steps:
+                self._write(phase)
+                self._wait_until(lambda phase=phase: len(self._found(phase)) == self.world)  # type: ignore[misc]
+            self._report(phase, after_s)
+            self._end(HUNG)
+            return
 
-    def _report(self, after_s: float) -> None:
-        own = _standing(self.rank, self._step, self._trains)
+    def _is_one_silent(self, phase: _Phase) -> bool:
+        """Ask all ranks whether they are there. If they are, what goes on may take longer."""
+        self._asks.write_text(str(phase.step), "utf-8")
+        before = {one.rank: one.looks for one in self._found(phase)}
+        silent = set(range(self.world))
+
+        def answered() -> bool:
+            self._write(phase)
+            silent.difference_update(
+                one.rank for one in self._found(phase) if one.looks != before.get(one.rank)
+            )
+            return not silent or self._phase is not phase
+
+        self._wait_until(answered)
+        self._patience *= 2
+        for rank in silent:  # what it said before
+            self._file(rank).unlink(missing_ok=True)
+        return bool(silent) and self._phase is phase
+
+    def _is_asked(self, phase: _Phase) -> bool:
+        return self._asks.is_file() and self._asks.read_text("utf-8") == str(phase.step)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._grace_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _write(self, phase: _Phase) -> None:
+        self._looks += 1
+        own = replace(_standing(self.rank, phase.step, self._trains), looks=self._looks)
         aside = self._file(self.rank).with_suffix(".part")
         aside.write_text(json.dumps(asdict(own)), "utf-8")
         aside.replace(self._file(self.rank))
-        deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and len(self._found()) < self.world:
-            time.sleep(0.1)
-        found = self._found()
+
+    def _report(self, phase: _Phase, after_s: float) -> None:
+        found = self._found(phase)
         text = verdict(found, self.world, after_s)
         report_refusal(RanksFailed(text.splitlines()[0]))  # to whoever started it
         if found[0].rank == self.rank:  # somebody has to say it
@@ -120,12 +185,11 @@ class HangWatch:
             print(f"error: {text}\nall stacks: {self.folder / 'stacks.txt'}", file=sys.stderr, flush=True)
         time.sleep(self._grace_s / 5)  # the one that speaks reads our file
 
-    def _found(self) -> list[Standing]:
-        return [
-            Standing(**json.loads(self._file(rank).read_text("utf-8")))
-            for rank in range(self.world)
-            if self._file(rank).is_file()
-        ]
+    def _found(self, phase: _Phase) -> list[Standing]:
+        """What ranks have written; not in an earlier step."""
+        paths = (self._file(rank) for rank in range(self.world))
+        found = [Standing(**json.loads(path.read_text("utf-8"))) for path in paths if path.is_file()]
+        return [one for one in found if one.step >= phase.step]
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"

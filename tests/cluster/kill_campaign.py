@@ -202,7 +202,7 @@ class Campaign:
         self.store = JobStore(folder / "jobs")
         self.kills, self.ends, self.wrong = Counter[str](), Counter[str](), list[str]()
         self.looks = self.jobs = self.owners = 0
-        self.slowest_end_s = 0.0
+        self.slowest_end_s = self._looked_s = 0.0
 
     def expected(self) -> list[Any]:
         run = self.folder / "undisturbed"
@@ -253,8 +253,11 @@ class Campaign:
         )[0]
 
     def _look(self, record: JobRecord) -> JobRecord:
-        with suppress(CumuloError):
-            launching.refreshed(self.store)
+        """Once in a second as users look, which also starts a supervisor that is missing."""
+        if time.monotonic() - self._looked_s > 1.0:
+            with suppress(CumuloError):
+                launching.refreshed(self.store)
+            self._looked_s = time.monotonic()
         record = self.store.jobs()[record.job_id]
         if isinstance(self.place, Slurm):
             self.place.hurry(record)

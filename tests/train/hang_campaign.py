@@ -32,7 +32,7 @@ class Run:
     def __init__(self, folder: Path, most_restarts: int) -> None:
         self.folder, self.heard = folder / "run", folder / "heard.txt"
         words = ["train", "examples/train-tiny.yaml", "--folder", str(self.folder), "--steps", "1000000"]
-        words += ["--set", f"faults.most_restarts={most_restarts}", "--set", "checkpoint.every_steps=20"]
+        words += ["--set", f"faults.most_restarts={most_restarts}", "--set", "checkpoint.every_steps=0"]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         with self.heard.open("wb") as out:
             self.process: subprocess.Popen[bytes] = processes.start(

@@ -22,6 +22,7 @@ from cumulo.ranks.launch import HUNG
 from cumulo.ranks.team import Team
 from cumulo.train.decide.config import CheckpointConfig, GuardConfig
 from cumulo.train.decide.elastic import fitted
+from cumulo.train.run.log import RunLog, TrainRecord, read_log
 from tests.serve.running_server import wait_for
 from tests.thorough import rare
 from tests.train.pool import run_ranks
@@ -257,3 +258,39 @@ def test_how_long_a_step_may_take_is_learnt_from_the_steps_before(tmp_path: Path
         quick.begin(5)
         clock.now_s += 10.1
         wait_for(lambda: codes == [HUNG], "the watch")
+
+
+def test_between_steps_only_a_rank_that_does_not_answer_hangs(tmp_path: Path) -> None:
+    """A checkpoint that takes long is none, while all ranks answer."""
+    ends: dict[int, list[int]] = {0: [], 1: []}
+    clocks = [_Clock(), _Clock()]
+    watches = [
+        HangWatch(tmp_path, rank, 2, None, ends[rank].append, grace_s=3.0, clock=clocks[rank])
+        for rank in (0, 1)
+    ]
+    with watches[0]:
+        with watches[1]:
+            for watch, clock in zip(watches, clocks, strict=True):
+                watch.between("checkpoint", 5)  # the first one teaches how long it takes
+                clock.now_s += 1.0
+                watch.begin(6)
+                watch.between("checkpoint", 6)
+            for clock in clocks:
+                clock.now_s += 20.5
+            wait_for(lambda: watches[0].after_s == 40.0, "the answer of the other rank")
+            assert ends == {0: [], 1: []}
+        clocks[0].now_s += 40.0  # nobody answers for rank 1 any more
+        wait_for(lambda: ends[0] == [HUNG], "the watch")
+    assert "rank 1" not in (tmp_path / "stacks.txt").read_text()
+
+
+def test_a_log_has_a_step_before_its_checkpoint_and_its_whole_line_after(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0)
+    record = TrainRecord(1, 100, 2.5, 0.0, 1.0, 1.0, None, 10.0, 10.0, 0.25, 0.0, 0.123456789)
+    log.add([record])
+    assert read_log(tmp_path / "log.csv") == [record]
+    log.write(replace(record, checkpoint_block_s=2.0))
+    log.write(replace(record, step=2))
+    log.close()
+    found = [(one.step, one.checkpoint_block_s) for one in read_log(tmp_path / "log.csv")]
+    assert found == [(1, 2.0), (2, 0.123456789)]

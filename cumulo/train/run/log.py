@@ -117,7 +117,15 @@ class RecordFile(Generic[Record]):
         aside.replace(self._path)
         return stream
 
+    def replace_last(self, record: Record) -> None:
+        """The line is overwritten before what is left of it goes: killed in between, the step is in the file."""
+        self._stream.seek(self._last)
+        self.records.pop()
+        self.add([record])
+        self._stream.truncate()
+
     def add(self, records: Sequence[Record]) -> None:
+        self._last = self._stream.tell()
         self.records += records
         self._writer.writerows(map(asdict, records))
         self._stream.flush()
@@ -137,7 +145,11 @@ class RunLog(RecordFile[TrainRecord]):
         self._board: Any = _tensorboard(folder / "tensorboard")
 
     def write(self, record: TrainRecord) -> None:
-        self.add([record])
+        """The step's whole record; it may have been added before its checkpoint was saved."""
+        if self.records and self.records[-1].step == record.step:
+            self.replace_last(record)
+        else:
+            self.add([record])
         if self._board is not None:
             for name, value in asdict(record).items():
                 if name != "step" and value is not None:

@@ -277,20 +277,23 @@ class Trainer:
                     continue
                 saved_s = self.saver.settle()
                 news = run.step(share)
-                if self.watch is not None:
-                    self.watch.pause()
                 self.state.progress = self.progress.after(config.batch_sequences, tokens)
                 step = self.progress.step
+                if self.watch is not None:
+                    self.watch.between(self._due_after(step), step)
                 step_s = time.perf_counter() - step_begin
                 if news is not None:
                     self.watcher.tell(f"step {step}: {news}")
                 held_out = self._evaluate() if self._evaluates_after(step) else None
-                saved_s += self._save_after(step)
                 speed = config.batch_sequences * self.packing.length / step_s
                 record = TrainRecord(
                     step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
                     self.forecast.mfu(speed), loader.stall_s - stalled, saved_s,
                 )  # fmt: skip
+                if self.log is not None:  # no checkpoint has a step that the log does not have
+                    self.log.add([record])
+                saved_s += self._save_after(step)
+                record = dataclasses.replace(record, checkpoint_block_s=saved_s)
                 if self.log is not None:
                     self.log.write(record)
                 timed = [] if self.collectives is None else self.collectives.write(step, meter.take_times())
@@ -302,6 +305,8 @@ class Trainer:
                 stall_s, block_s = stall_s + record.data_stall_s, block_s + saved_s
         finally:
             loader.close()
+            if self.watch is not None:
+                self.watch.pause()
         finished = self.progress.step >= config.steps
         if not finished:
             block_s += self._save([self.store], later=False)
@@ -319,6 +324,12 @@ class Trainer:
             self.packing, self.progress.samples, config.batch_sequences, config.data.prefetch_batches,
             self.model_run.data_place,
         )  # fmt: skip
+
+    def _due_after(self, step: int) -> tuple[bool, ...]:
+        """What this step's time is followed by; each combination takes as long as it took before."""
+        every, last = self.config.checkpoint, step == self.config.steps
+        saves = _every(every.memory_every_steps, step), _every(every.every_steps, step)
+        return (last, self._evaluates_after(step), *saves)
 
     def _evaluates_after(self, step: int) -> bool:
         return step == self.config.steps or _every(self.config.evaluate_every_steps, step)
