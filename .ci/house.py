@@ -45,7 +45,7 @@ LINES_PER_ROOM = {
     "spec": 2_350,
     "train": 7_950,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 119_310, 790, 3_900, 55_000
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 119_450, 790, 3_900, 55_000
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (
