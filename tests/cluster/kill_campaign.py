@@ -97,6 +97,7 @@ class Slurm:
         self.cluster = SlurmCluster(folder / "slurm", nodes=3)
         self.cluster.__enter__()
         self._repairs: list[Kill] = []
+        self._hurried_s = 0.0
 
     def victims(self, record: JobRecord, found: list[Seen]) -> dict[str, list[Kill]]:
         work = self.work(record, found)
@@ -122,8 +123,9 @@ class Slurm:
         self._repairs = []
 
     def hurry(self, record: JobRecord) -> None:
-        """Slurm lets a job that lost a node wait for two minutes."""
-        if record.state == "queued" and record.handle:
+        """Slurm lets a job that lost a node wait for two minutes. Being told so too often, it does not start it."""
+        if record.state == "queued" and record.handle and time.monotonic() - self._hurried_s > 10.0:
+            self._hurried_s = time.monotonic()
             words = ["scontrol", "update", f"JobId={record.handle}", "StartTime=now"]
             subprocess.run(words, capture_output=True, check=False)
 
