@@ -112,8 +112,9 @@ def main() -> None:
         path = Path(str(resources.files("cumulo.plan") / "data" / "published_serving.yaml"))
         content = {"errors": found, "promised": promised, "all": asdict(saturation(every)), "left_out": folds}
         head = (
-            "# Fields: cumulo/plan/serve/profile.py. Fitted by benchmarks/fit_serving.py. errors: nine of ten rows\n"
-            "# of a kind that were left out are within; promised: what other models, devices or sources say of one.\n"
+            "# Fields: cumulo/plan/serve/profile.py; fitted by benchmarks/fit_serving.py. errors: nine of ten\n"
+            "# rows of a kind that were left out are within; promised: what other models, devices or sources say of\n"
+            "# one.\n"
         )
         path.write_text(head + yaml.safe_dump(content, sort_keys=False), "utf-8")
 

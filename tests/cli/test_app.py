@@ -44,7 +44,7 @@ def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str
     ("verb", "usage"),
     [
         (("explain",), "explain [OPTIONS] ID [N]"),
-        (("train",), "train [OPTIONS] [CONFIG.yaml]"),
+        (("train",), "train [OPTIONS] [CONFIG.yaml|DATA...]"),
         (("data", "build"), "data build [OPTIONS] FOLDER SOURCES..."),
         (("generate",), "generate [OPTIONS] [PROMPT]"),
     ],

@@ -25,6 +25,8 @@ class SealedStream:
     _logprobs: list[bytes] = field(default_factory=list)
     _counts: bytes = b""
     _rest: bytes = b""
+    # Events before the first token: another server would begin with them again, so the client gets them with it.
+    _beginning: list[bytes] = field(default_factory=list)
 
     def feed(self, data: bytes) -> bytes:
         """The sealed events in what has come, for the client."""
@@ -37,7 +39,10 @@ class SealedStream:
             events = data[begin : place + 2]
             self._seal(data[place + 4 : end], events)
             if self.state != "failed":
-                told.append(events)
+                self._beginning.append(events)
+            if self.tokens or self.state == "ended":
+                told += self._beginning
+                self._beginning.clear()
             begin = end + 2
             place = data.find(SEAL, begin)
         self._rest = data[begin:]
@@ -46,6 +51,7 @@ class SealedStream:
     def restart(self) -> None:
         """Another server continues: what was not sealed is drawn again."""
         self._rest, self.state, self.failure, self.failed_status = b"", "open", b"", 0
+        self._beginning.clear()
 
     def resume_body(self, path: str, body: bytes) -> bytes:
         """A ResumeBody, written without reading the request again."""

@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar, get_type_hints
 
 from cumulo.collectives.decide.measured import CollectiveProfile
-from cumulo.ranks.collectives import CollectiveTime
-from cumulo.ranks.scheduled import host_seconds
+
+if TYPE_CHECKING:
+    from cumulo.ranks.collectives import CollectiveTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,9 @@ class CollectiveLog(RecordFile[CollectiveRecord]):
         super().__init__(folder / "collectives.csv", CollectiveRecord, after_step)
         self._profile = profile
 
-    def write(self, step: int, times: Sequence[CollectiveTime]) -> list[CollectiveRecord]:
+    def write(self, step: int, times: "Sequence[CollectiveTime]") -> list[CollectiveRecord]:
+        from cumulo.ranks.scheduled import host_seconds  # with torch, which readers of logs do without
+
         records = []
         for one in times:
             known = self._profile.times(one.kind, one.size_bytes, one.ranks) if self._profile else {}

@@ -48,3 +48,11 @@ def test_events_without_a_token_leave_the_tokens_readable() -> None:
     stream = SealedStream()
     assert stream.feed(EVENTS[0] + SEALS[0] + EVENTS[1] + b": \n\n") == EVENTS[0] + EVENTS[1]
     assert stream.tokens == 1 and read_resume(stream.resume_body("/", b"{}")).ids == [17]
+
+
+def test_a_beginning_without_a_token_waits_for_one_because_another_server_would_begin_again() -> None:
+    stream = SealedStream()
+    assert stream.feed(b"data: created\n\n: \n\n") == b""
+    stream.restart()
+    assert stream.feed(b"data: created\n\n: \n\n") == b""
+    assert stream.feed(EVENTS[0] + SEALS[0]) == b"data: created\n\n" + EVENTS[0]
