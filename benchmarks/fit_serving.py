@@ -113,8 +113,7 @@ def main() -> None:
         content = {"errors": found, "promised": promised, "all": asdict(saturation(every)), "left_out": folds}
         head = (
             "# Fields: cumulo/plan/serve/profile.py; fitted by benchmarks/fit_serving.py. errors: nine of ten\n"
-            "# rows of a kind that were left out are within; promised: what other models, devices or sources say of\n"
-            "# one.\n"
+            "# rows of a kind that were left out are within; promised: what other groups say of one.\n"
         )
         path.write_text(head + yaml.safe_dump(content, sort_keys=False), "utf-8")
 
