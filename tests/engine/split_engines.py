@@ -5,6 +5,7 @@ The prefill engine turns in a thread of its own, so that blocks really arrive wh
 
 import select
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,18 +21,11 @@ from tests.engine.tiny_engine import make_engine
 PATIENCE_S = 600.0  # with a prefill engine that says nothing: on a busy machine it may just not be its turn
 
 
-class PrefillThread:
-    """A prefill engine; `kill` is what its death looks like from outside."""
+class TurningEngine:
+    """A prefill engine that takes its steps in a thread of its own."""
 
-    def __init__(self, decoder: Decoder, address: str, **options) -> None:
-        self.engine = engine = make_engine(decoder, **options)
-        cache = engine.runner.cache
-        engine.runner.cache = KVCache(
-            decoder.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, shared=True
-        )
-        self.sender = TransferSender(engine.runner.cache, "tiny", address)
-        engine.runner.layer_teller = self.sender.layer_teller
-        engine.link = self.sender
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.problems: list[str] = []
         self.awake = threading.Event()  # cleared: it stands still
         self.awake.set()
@@ -50,20 +44,42 @@ class PrefillThread:
                 engine.step()
             self.problems += problems(engine.scheduler)
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         self._ended = True
         self.awake.set()
         self._thread.join()
+
+    def finish(self) -> None:
+        """Until every block has been released."""
+        while self._thread.is_alive() and (self.engine.scheduler.transferring or self.engine.has_work):
+            self._thread.join(0.005)
+        self.stop()
+        assert self.problems == []
+        assert self.engine.scheduler.pool.used_count == 0
+
+
+class PrefillThread(TurningEngine):
+    """A prefill engine; `kill` is what its death looks like from outside."""
+
+    def __init__(self, decoder: Decoder, address: str, **options) -> None:
+        engine = make_engine(decoder, **options)
+        cache = engine.runner.cache
+        engine.runner.cache = KVCache(
+            decoder.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, shared=True
+        )
+        self.sender = TransferSender(engine.runner.cache, "tiny", address)
+        engine.runner.layer_teller = self.sender.layer_teller
+        engine.link = self.sender
+        super().__init__(engine)
+
+    def kill(self) -> None:
+        self.stop()
         self.sender.close()
         self.engine.runner.close()
 
     def finish(self) -> None:
-        """Until every block has been released."""
-        while self.engine.scheduler.transferring or self.engine.has_work:
-            self._thread.join(0.005)
+        super().finish()
         self.kill()
-        assert self.problems == []
-        assert self.engine.scheduler.pool.used_count == 0
 
 
 def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> Engine:
@@ -74,7 +90,9 @@ def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> 
 
 
 def wait_for_peers(engine: Engine, count: int = 1) -> None:
+    end_s = time.monotonic() + PATIENCE_S
     while len(engine.scheduler.transfers.peers) < count:
+        assert time.monotonic() < end_s, "a prefill engine did not say how busy it is"
         select.select([engine.link.news], [], [], 1.0)
         engine.exchange()
 

@@ -2,8 +2,6 @@
 of one engine on one rank, in float64."""
 
 import random
-import select
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,7 @@ from cumulo.models.batch import KVCache
 from tests.engine.equivalence import Lengths, Request, draw_requests
 from tests.engine.guided_engine import VOCAB
 from tests.engine.ranked_models import CONFIGS, save_model
-from tests.engine.split_engines import PATIENCE_S, run_split, wait_for_peers
+from tests.engine.split_engines import PATIENCE_S, TurningEngine, run_split, wait_for_peers
 from tests.engine.test_ranks import TIGHT, assert_same
 from tests.engine.tiny_engine import make_decoder
 
@@ -40,30 +38,12 @@ def started(model: Path, **options: object) -> Iterator[Assembly]:
 
 @contextmanager
 def turning(engine: Engine) -> Iterator[None]:
-    """The prefill engine, in a thread of its own."""
-    ended, problems = threading.Event(), list[str]()
-    link = engine.link
-    assert link is not None
-
-    def turn() -> None:
-        while not ended.is_set():
-            if not engine.has_work or engine.idle:
-                select.select([link], [], [], 0.01)
-            engine.exchange()
-            if engine.has_work:
-                engine.step()
-            problems.extend(problems(engine.scheduler))
-
-    thread = threading.Thread(target=turn)
-    thread.start()
+    thread = TurningEngine(engine)
     try:
         yield
-        while engine.scheduler.transferring or engine.has_work:
-            thread.join(0.005)
+        thread.finish()
     finally:
-        ended.set()
-        thread.join()
-    assert problems == [] and engine.scheduler.pool.used_count == 0
+        thread.stop()
 
 
 def ask(engine: Engine, requests: list[Request]) -> None:
