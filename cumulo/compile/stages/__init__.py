@@ -1,0 +1,1 @@
+"""Every stage of a Triton kernel, from its Python source to machine code, for a target that need not be here."""
