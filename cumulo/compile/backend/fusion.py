@@ -1,0 +1,70 @@
+"""Which block tensors become arrays, and which exist only lane by lane inside the loops of those who read them.
+
+A value is an array where it must be one (it was loaded, reduced, multiplied), where several loops would compute
+something expensive again, and where an inner loop would. Called by the lowering.
+"""
+
+from collections.abc import Iterator
+
+from cumulo.compile.backend.operations import ELEMENTWISE, cost
+from cumulo.compile.backend.ttir import Block, Operation, Value
+
+VIEWS = {"tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "tt.splat", "tt.make_range", "arith.constant",
+         "tt.join", "tt.split", "tt.cat", "tt.gather"}  # fmt: skip
+INLINE = VIEWS | ELEMENTWISE
+# Index arithmetic is cheap in every loop, and as an array it would hide that it is regular.
+_INDICES = {"tt.addptr", "arith.extsi", "arith.addi", "arith.subi", "arith.muli", "arith.cmpi"}
+_SHARED, _REPEATED, _LONGEST = 6, 2, 400  # instructions of a lane that are worth an array
+
+
+def walk(blocks: list[Block]) -> Iterator[Operation]:
+    for block in blocks:
+        for op in block.ops:
+            yield op
+            for region in op.regions:
+                if op.name not in ("tt.reduce", "tt.scan"):
+                    yield from walk(region)
+
+
+def choose_arrays(blocks: list[Block]) -> set[Value]:
+    """Of the values that could be computed where they are read, those that had better be arrays."""
+    ops = list(walk(blocks))
+    users: dict[Value, list[Operation]] = {}
+    costs: dict[Value, int] = {}
+    for op in ops:
+        for operand in [*op.operands, *(value for _, given in op.targets for value in given)]:
+            users.setdefault(operand, []).append(op)
+        if op.name in INLINE and op.results:
+            total = cost(op) + sum(costs.get(operand, 0) for operand in set(op.operands))
+            # Past the longest the value becomes an array, and its readers begin anew.
+            costs.update((result, total if total <= _LONGEST else 0) for result in op.results)
+            if total > _LONGEST:
+                costs[op.results[0]] = -1
+    arrays: set[Value] = set()
+    sinks: dict[Value, set[Operation]] = {}
+    for op in reversed(ops):
+        for value in op.results:
+            if not value.shape or op.name not in INLINE:
+                continue
+            reached: set[Operation] = set()
+            repeated = False
+            for user in users.get(value, []):
+                if user.name in INLINE and user.results[0].shape and user.results[0] not in arrays:
+                    reached |= sinks.get(user.results[0], set())
+                    grows = user.name == "tt.broadcast" and user.results[0].type.size >= 4 * value.type.size
+                    repeated |= grows or user.name == "tt.gather"
+                else:
+                    reached.add(user)
+                if user.name == "tt.cat":
+                    arrays.add(value)
+            sinks[value] = reached
+            if op.name in VIEWS or op.name in _INDICES:
+                continue
+            inner = repeated or any(len(s.loops) > len(op.loops) or s.name in ("scf.for", "scf.while") for s in reached)
+            if (
+                costs[value] < 0
+                or (inner and costs[value] >= _REPEATED)
+                or (len(reached) > 1 and costs[value] >= _SHARED)
+            ):
+                arrays.add(value)
+    return arrays
