@@ -47,6 +47,7 @@ _VERBS = {
 _GROUPS = {
     "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
     "check": (_CHECK, "Check what jobs run on: whether this node is as fast and as right as it should be."),
+    "compile": (_CHECK, "Show every stage of a GPU kernel, and compile models with reasons."),
     "collective": (
         _NETWORKS,
         "Show, check, run and choose the schedules of collectives: who sends what to whom.",
@@ -60,8 +61,9 @@ _GROUPS = {
 
 
 # Groups whose verbs are modules of their own. `simulate/` is the name of folders that decide.
-_FOLDERS = {"plan": "plan", "simulate": "simulation"}
+_FOLDERS = {"compile": "compile", "plan": "plan", "simulate": "simulation"}
 _VERBS_OF = {
+    "compile": ("stages", "kernels"),
     "plan": ("train", "serve", "cluster", "validate", "catalog", "why"),
     "simulate": ("serve", "autoscale", "cluster", "network"),
 }

@@ -1,7 +1,7 @@
 """A pytest plugin that notes how our kernels are launched while their tests run on a GPU.
 
-    CUMULO_LAUNCHES=folder python3 -m tests.on_gpu -p tests.compile.record_launches
-    python -m tests.compile.record_launches folder       # writes cumulo/compile/stages/launches.json
+CUMULO_LAUNCHES=folder python3 -m tests.on_gpu -p tests.compile.record_launches
+python -m tests.compile.record_launches folder       # writes cumulo/compile/stages/launches.json
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 from cumulo.compile.stages.launch import KernelLaunch, recording
 
-MOST = 2  # launches of a kernel that are kept
+MOST = 1  # launch of a kernel that is kept
 
 
 @pytest.fixture(scope="session", autouse=True)

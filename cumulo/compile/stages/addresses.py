@@ -7,7 +7,7 @@ an address that depends on data that differ between threads is not judged. Loops
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,13 @@ class MemoryAccess:
     """One instruction of all threads of a block. Ways: how often the worst warp repeats it for shared memory."""
 
     source_line: int
+    at: int  # line of the PTX
     instruction: str
     space: str  # global or shared
     is_store: bool
     bytes_per_thread: int
     sectors: NDArray[np.uint64] | None = None  # touched by each warp, in all warps together; None: not judged
-    used_bytes: NDArray[np.uint64] | None = None  # the addresses of 4-byte words that are used
+    used_bytes: NDArray[np.uint64] | None = None  # their addresses
     ways: int = 1
 
 
@@ -49,9 +50,10 @@ class _Player:
         self.threads, self.numbers = threads, list(numbers)
         self.parameters: dict[str, int] = {}
         self.found: list[MemoryAccess] = []
+        self.at = 0
 
     def play(self, ptx: Sequence[str], lines: Sequence[int]) -> list[MemoryAccess]:
-        for text, line in zip(ptx, lines, strict=True):
+        for self.at, (text, line) in enumerate(zip(ptx, lines, strict=True)):
             if found := re.match(r"\s*\.param (?:\.\w+ )*?\.?[\w. ]*?(\w+_param_\d+)", text):
                 self.parameters[found[1]] = len(self.parameters)
                 continue
@@ -80,12 +82,14 @@ class _Player:
                 return
             self._note(name, "global", False, operands[1], int(operands[2], 0), line)
             return
-        space = "shared" if any(kind.startswith("shared") for kind in kinds) else "global" if "global" in kinds else ""
+        space = next((one for one in ("shared", "global") if any(kind.startswith(one) for kind in kinds)), "")
         where = next((one for one in operands if one.startswith("[")), "")
         if space and where:
             matrices = next((int(kind[1:]) for kind in kinds if re.fullmatch(r"x[124]", kind)), 1)
             size = 16 if head.endswith("matrix") else _bytes(kinds)
-            self._note(name, space, is_store, where, size, line, 8 * matrices if head.endswith("matrix") else 0)
+            self._note(
+                name, space, is_store, where, size, line, 8 * matrices if head.endswith("matrix") else 0
+            )
         if not is_store and operands[0].startswith(("%", "{")):
             address = self._address(where)
             alike = address is not None and bool((address == address[0]).all())
@@ -102,16 +106,14 @@ class _Player:
     ) -> None:
         """`rows`: of a matrix load, how many lanes of each warp give an address."""
         address = self._address(where)
-        access = MemoryAccess(line, name, space, is_store, size)
+        access = MemoryAccess(line, self.at, name, space, is_store, size)
         if address is not None and space == "global":
-            words = address[:, None] + np.arange(0, size, 4, dtype=np.uint64)[None, :]
-            each = [np.unique(one // np.uint64(SECTOR)) for one in words.reshape(-1, 32 * words.shape[1])]
-            access = MemoryAccess(
-                line, name, space, is_store, size, np.concatenate(each), np.unique(words // np.uint64(4))
-            )
+            reached = address[:, None] + np.arange(size, dtype=np.uint64)[None, :]
+            each = [np.unique(one // np.uint64(SECTOR)) for one in reached.reshape(-1, 32 * size)]
+            access = replace(access, sectors=np.concatenate(each), used_bytes=np.unique(reached))
         elif address is not None:
             by_warp = address.reshape(-1, 32)[:, : rows or 32]
-            access = MemoryAccess(line, name, space, is_store, size, ways=max(_ways(one, size) for one in by_warp))
+            access = replace(access, ways=max(_ways(one, size) for one in by_warp))
         self.found.append(access)
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
@@ -141,8 +143,8 @@ class _Player:
             return
         bits, signed = _width(kinds)
         with np.errstate(all="ignore"):
-            whole = [_signed(value, bits) if signed else value & _mask(bits) for value in values if value is not None]
-            result = rule(kinds, *whole)
+            seen = [value for value in values if value is not None]
+            result = rule(kinds, *(_signed(one, bits) if signed else one & _mask(bits) for one in seen))
         out_bits = 64 if "wide" in kinds and bits == 32 else 32 if "wide" in kinds else bits
         if head == "cvt":
             out_bits = _width(kinds[:-1] or kinds)[0]
@@ -169,10 +171,15 @@ class _Player:
 
 def _ways(addresses: Lanes, size: int) -> int:
     """Of one warp: 8- and 16-byte accesses go by halves and quarters; equal words are read once."""
-    part = max(1, len(addresses) // max(1, min(len(addresses) * size // 128, len(addresses)))) if size > 4 else 32
+    part = (
+        max(1, len(addresses) // max(1, min(len(addresses) * size // 128, len(addresses))))
+        if size > 4
+        else 32
+    )
     worst = 1
     for begin in range(0, len(addresses), part):
-        words = addresses[begin : begin + part, None] // np.uint64(4) + np.arange(max(1, size // 4), dtype=np.uint64)
+        within = np.arange(max(1, size // 4), dtype=np.uint64)
+        words = addresses[begin : begin + part, None] // np.uint64(4) + within
         banks = np.unique(words) % np.uint64(BANKS)
         worst = max(worst, int(np.bincount(banks.astype(np.int64)).max()))
     return worst
@@ -215,7 +222,9 @@ def _signed(value: Lanes, bits: int) -> NDArray[np.int64]:
 
 def _compared(kinds: Sequence[str], left: Lanes, right: Lanes) -> NDArray[np.bool_]:
     tests = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
-    return np.asarray(tests.get(kinds[0].rstrip("u") if kinds[0] != "eq" else "eq", np.not_equal)(left, right))
+    return np.asarray(
+        tests.get(kinds[0].rstrip("u") if kinds[0] != "eq" else "eq", np.not_equal)(left, right)
+    )
 
 
 def _shift(left: bool) -> "_Rule":
@@ -257,6 +266,8 @@ _RULES: dict[str, _Rule] = {
     "div": _divided,
     "rem": lambda kinds, left, right: left - _divided(kinds, left, right) * right,
     "setp": _compared,
-    "selp": lambda _, left, right, which: np.where(which & np.asarray(1, which.dtype), left, right),
+    "selp": lambda _, left, right, which: np.choose(
+        (which & np.asarray(1, which.dtype)).astype(np.int64), (right, left)
+    ),
     "bfe": _field,
 }

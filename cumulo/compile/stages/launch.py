@@ -1,8 +1,8 @@
 """KernelLaunch: one way in which a Triton kernel is started, as data: types of its arguments, constants, options.
-`find_launch` makes it from what a user names: one of our kernels, or `file.py:function`. Called by `cumulo compile`.
+`find_launch` makes it from what a user names, one of our kernels or `file.py:function`, for `cumulo compile`.
 
-Our kernels' launches were recorded while their tests ran on a GPU (`recording`); launches.json keeps one or two of
-each. A user's kernel says most itself: names that are loaded from or stored to are pointers, other arguments numbers.
+Our kernels' launches were recorded while their tests ran on a GPU (`recording`); launches.json keeps one of each.
+A user's kernel says most itself: arguments that are loaded from or stored to are pointers, others are numbers.
 """
 
 import ast
@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -23,7 +23,9 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 
 _RECORDED = Path(__file__).with_name("launches.json")
-_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", "int32": "i32", "int64": "i64"}
+_TYPES = {
+    "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", "int32": "i32", "int64": "i64",
+}  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl")
 
 
@@ -34,10 +36,14 @@ class KernelLaunch:
     kernel: str
     signature: dict[str, str]  # argument -> "*fp32", "i32", "constexpr"
     constants: dict[str, Any]  # argument -> value, or index path within a tuple -> value
-    attributes: dict[str, list[list[Any]]] = field(default_factory=dict)  # index path -> [["tt.divisibility", 16]]
+    attributes: dict[str, list[list[Any]]] = field(
+        default_factory=dict
+    )  # index path -> [["tt.divisibility", 16]]
     options: dict[str, Any] = field(default_factory=dict)
     file: str = ""
-    numbers: dict[str, int] = field(default_factory=dict)  # what a number is taken to be where addresses are read
+    numbers: dict[str, int] = field(
+        default_factory=dict
+    )  # what a number is taken to be where addresses are read
     guessed: tuple[str, ...] = ()  # arguments whose type nobody said
 
     @property
@@ -54,13 +60,14 @@ def launch_of_json(raw: Mapping[str, Any]) -> KernelLaunch:
 
 # -- ours, recorded -----------------------------------------------------------------------------------------------
 @lru_cache(maxsize=1)
-def recorded() -> dict[str, list[KernelLaunch]]:
-    """Our kernels by name, each with the launches that were recorded."""
-    found: dict[str, list[KernelLaunch]] = {}
-    for raw in json.loads(_RECORDED.read_text("utf-8")):
-        launch = launch_of_json(raw)
-        found.setdefault(launch.name.lstrip("_"), []).append(launch)
-    return found
+def recorded() -> dict[str, KernelLaunch]:
+    """Our kernels by name: the file's, and the function's where a file has several."""
+    launches = [launch_of_json(raw) for raw in json.loads(_RECORDED.read_text("utf-8"))]
+    files = [one.kernel.partition(":")[0].rpartition(".")[2] for one in launches]
+    return {
+        file if files.count(file) == 1 else f"{file}.{one.name.lstrip('_')}": one
+        for file, one in zip(files, launches, strict=True)
+    }
 
 
 @contextmanager
@@ -125,20 +132,20 @@ def unplain(value: Any) -> Any:
 
 # -- what a user names --------------------------------------------------------------------------------------------
 def find_launch(
-    named: str, types: Mapping[str, str], numbers: Mapping[str, str], options: Mapping[str, int], index: int = 0
+    named: str, types: Mapping[str, str], numbers: Mapping[str, str], options: Mapping[str, int]
 ) -> KernelLaunch:
     """`named`: one of ours, or FILE.py:FUNCTION. `types` and `numbers`: what `--arg` and `--set` said."""
     if ".py" in named or "/" in named:
         launch = _of_file(named, types, numbers)
     else:
         ours = recorded()
-        if named.lstrip("_") not in ours:
-            hint = did_you_mean(named, ours) or " `cumulo compile kernels` lists them"
-            raise ConfigError(f"there is no kernel {named!r}:{hint}; a kernel of yours is FILE.py:FUNCTION")
-        launches = ours[named.lstrip("_")]
-        if index >= len(launches):
-            raise ConfigError(f"{named} has {len(launches)} recorded launches: --launch counts from 0")
-        launch = _changed(launches[index], types, numbers)
+        if named not in ours:
+            inside = [one for one in ours if one.startswith(f"{named}.")]
+            if inside:
+                raise ConfigError(f"{named} has {len(inside)} kernels; name one: {', '.join(inside)}")
+            hint = did_you_mean(named, ours, otherwise="; `cumulo compile kernels` lists them")
+            raise ConfigError(f"there is no kernel {named}{hint} A kernel of yours is FILE.py:FUNCTION.")
+        launch = _changed(ours[named], types, numbers)
     return replace(launch, options={**launch.options, **options})
 
 
@@ -164,7 +171,9 @@ def _type(name: str, told: str) -> str:
     plain = _TYPES.get(plain, plain)
     known = {*_TYPES.values(), "i1", "i8", "i16", "u8", "u16", "u32", "u64", "fp8e4nv", "fp8e5"}
     if plain not in known:
-        raise ConfigError(f"--arg {name}={told}: types are {', '.join(sorted(known))}, a pointer's begins with *")
+        raise ConfigError(
+            f"--arg {name}={told}: types are {', '.join(sorted(known))}, a pointer's begins with *"
+        )
     return star + plain
 
 
@@ -205,8 +214,7 @@ def load_function(file: str, name: str) -> Any:
         sys.path.remove(str(path.parent))
     kernels = {key: value for key, value in vars(module).items() if hasattr(value, "arg_names")}
     if name not in kernels:
-        hint = did_you_mean(name, kernels) or f" it has {', '.join(kernels) or 'none'}"
-        raise ConfigError(f"{file} has no Triton kernel {name!r}:{hint}")
+        raise ConfigError(f"{file} has no Triton kernel {name}{did_you_mean(name, kernels)}")
     return kernels[name]
 
 
@@ -236,13 +244,16 @@ def _of_file(named: str, types: Mapping[str, str], numbers: Mapping[str, str]) -
             signature[parameter.name] = "constexpr"
             if parameter.name not in numbers:
                 if parameter.default is inspect.Parameter.empty:
-                    raise ConfigError(f"{name}: the constant {parameter.name} needs a value: --set {parameter.name}=…")
+                    told = f"--set {parameter.name}=VALUE"
+                    raise ConfigError(f"{name}: the constant {parameter.name} needs a value: {told}")
                 constants[parameter.name] = _plain(parameter.default)
         else:
             signature[parameter.name] = "*fp32" if parameter.name in reached else "i32"
             if parameter.name not in types:
                 guessed.append(parameter.name)
-    launch = KernelLaunch(f"{Path(file).stem}:{name}", signature, constants, file=file, guessed=tuple(guessed))
+    launch = KernelLaunch(
+        f"{Path(file).stem}:{name}", signature, constants, file=file, guessed=tuple(guessed)
+    )
     launch = _changed(launch, types, numbers)
     pointers = [index for index, kind in enumerate(launch.signature.values()) if kind.startswith("*")]
     aligned = {str(index): [["tt.divisibility", 16]] for index in pointers}
@@ -261,7 +272,8 @@ def _reached(source: str) -> set[str]:
                 if isinstance(target, ast.Name):
                     parts.setdefault(target.id, set()).update(_first_terms(node.value))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            if node.func.attr in ("load", "store", "make_block_ptr") or node.func.attr.startswith("atomic_"):
+            called = node.func.attr
+            if called in ("load", "store", "make_block_ptr") or called.startswith("atomic_"):
                 found |= _first_terms(node.args[0])
     ahead = list(found)
     while ahead:
@@ -284,6 +296,3 @@ def kernel_of(launch: KernelLaunch) -> Any:
     if launch.file:
         return load_function(launch.file, name)
     return getattr(importlib.import_module(module), name)
-
-
-Told = Callable[[str], None]

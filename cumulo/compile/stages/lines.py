@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 def source_lines(stage: str, text: str, file: str) -> tuple[str, list[int]]:
     """The text, without what only says where its lines come from, and for each line that place (0: unknown)."""
-    shown = {"llir": _llvm, "ptx": _assembly, "amdgcn": _assembly, "sass": _sass}.get(stage, _mlir)(text, file)
+    shown = {"llir": _llvm, "ptx": _assembly, "amdgcn": _assembly, "sass": _sass}.get(stage, _mlir)(
+        text, file
+    )
     pairs = list(shown)
     return "\n".join(line for line, _ in pairs), [number for _, number in pairs]
 
 
 _MLIR_DEFINED = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
-_MLIR_PLACE = re.compile(r'"([^"]*)":(\d+):\d+')
 
 
 def _mlir(text: str, file: str) -> Iterator[tuple[str, int]]:
@@ -26,7 +27,10 @@ def _mlir(text: str, file: str) -> Iterator[tuple[str, int]]:
         if told in known or depth > 50:
             return known.get(told, 0)
         for found in re.finditer(r'"([^"]*)":(\d+):\d+|(#loc\d*)', told):
-            line = (int(found[2]) if found[1] == file else 0) if found[2] else place(defined.get(found[3], ""), depth + 1)
+            if found[3]:
+                line = place(defined.get(found[3], ""), depth + 1)
+            else:
+                line = int(found[2]) if found[1] == file else 0
             if line:
                 known[told] = line
                 return line
@@ -35,10 +39,10 @@ def _mlir(text: str, file: str) -> Iterator[tuple[str, int]]:
     for line in text.splitlines():
         if _MLIR_DEFINED.match(line):
             continue
-        if not (found := re.search(r" loc\((.*)\)$", line)):
+        last = line.rfind(" loc(")
+        if last < 0 or not line.endswith(")"):
             yield line, 0
         else:
-            last = line.rfind(" loc(")
             bare = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", line[:last])
             yield bare, place(line[last + len(" loc(") : -1])
 
@@ -71,8 +75,8 @@ def _llvm(text: str, file: str) -> Iterator[tuple[str, int]]:
 
 def _assembly(text: str, file: str) -> Iterator[tuple[str, int]]:
     files = {}
-    for found in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
-        files[found[1]] = f"{found[2]}/{found[3]}" if found[3] else found[2]
+    for named in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
+        files[named[1]] = f"{named[2]}/{named[3]}" if named[3] else named[2]
     number = 0
     for line in text.splitlines():
         if found := re.match(r"^\s*\.loc\s+(\d+)\s+(\d+)(.*)$", line):

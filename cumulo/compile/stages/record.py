@@ -54,6 +54,9 @@ class Stage:
     text: str
     lines: list[int]  # for each line of the text the line of the kernel's file, 0 where there is none
 
+    def rows(self) -> list[tuple[str, int]]:
+        return list(zip(self.text.split("\n"), self.lines, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class PassChange:
@@ -116,7 +119,9 @@ def record_of_json(raw: dict[str, Any]) -> StagesRecord:
 def record(launch: KernelLaunch, target: str) -> StagesRecord:
     if target not in TARGETS:
         known = ", ".join(TARGETS)
-        raise ConfigError(f"there is no target {target!r}{did_you_mean(target, TARGETS)}; targets are {known}")
+        raise ConfigError(
+            f"there is no target {target!r}{did_you_mean(target, TARGETS)}; targets are {known}"
+        )
     backend, arch, warp = TARGETS[target]
     asked = {"launch": launch.as_json(), "backend": backend, "arch": arch, "warp": warp, "path": sys.path}
     with tempfile.TemporaryDirectory(prefix="cumulo-stages-") as folder:
@@ -128,36 +133,46 @@ def record(launch: KernelLaunch, target: str) -> StagesRecord:
             "TRITON_DUMP_PTXAS_LOG": "1",
             "TRITON_DEFAULT_FP_FUSION": "1",
         }
-        run = subprocess.run(
-            [sys.executable, "-m", "cumulo.compile.stages.worker", str(answer)],
-            input=json.dumps(asked), env=environment, capture_output=True, text=True, check=False, errors="replace",
-        )  # fmt: skip
+        words = [sys.executable, "-m", "cumulo.compile.stages.worker", str(answer)]
+        with (Path(folder) / "passes").open(
+            "w+", errors="replace"
+        ) as told:  # a pipe would be slow for so much
+            run = subprocess.run(
+                words, input=json.dumps(asked), env=environment, stdout=subprocess.PIPE, stderr=told, text=True,
+                check=False,
+            )  # fmt: skip
+            told.seek(0)
+            dump = told.read()
         if not answer.exists():
-            raise CompileError(f"{launch.name}: the compiler ended without a word ({_last_words(run)})")
+            raise CompileError(
+                f"{launch.name}: the compiler ended without an answer ({_last_words(dump, run.returncode)})"
+            )
         found = json.loads(answer.read_text())
     if error := found.get("error"):
         where = f"{found['file']}, line {error['line']}: " if error["line"] else ""
-        line = found["source"].splitlines()[error["line"] - found["first_line"]].strip() if error["line"] else ""
-        raise CompileError(f"{launch.name} does not compile for {target}: {where}{error['text']}\n    {line}".rstrip())
-    python = found["source"]
-    numbers = [found["first_line"] + index for index in range(len(python.splitlines()))]
+        code = (
+            dict(enumerate(found["source"].splitlines(), found["first_line"])).get(error["line"], "").strip()
+        )
+        text = f"{launch.name} does not compile for {target}: {where}{error['text']}\n    {code}"
+        raise CompileError(text.rstrip())
+    python = found["source"].rstrip("\n")
+    numbers = [found["first_line"] + index for index in range(len(python.split("\n")))]
     stages = [Stage("python", python, numbers)]
     for name, text in found["stages"].items():
         stages.append(Stage(name, *source_lines(name, text, found["file"])))
-    texts = {one.name: one.text for one in stages}
     resources = Resources(**found["resources"], **_assembled(run.stdout, found["stages"]))
     return StagesRecord(
         launch, target, found["triton"], found["file"], found["first_line"], stages,
-        _changes(run.stderr, texts), resources, found["layouts"],
+        _changes(dump), resources, found["layouts"],
     )  # fmt: skip
 
 
-def _last_words(run: subprocess.CompletedProcess[str]) -> str:
-    missing = re.search(r"No module named '?(triton\w*)", run.stderr)
+def _last_words(said: str, status: int) -> str:
+    missing = re.search(r"No module named '?(triton\w*)", said)
     if missing:
         return "Triton is not installed: pip install triton"
-    lines = [line for line in run.stderr.splitlines() if re.search(r"[Ee]rror|Assertion|LLVM ERROR", line)]
-    return (lines or run.stderr.splitlines() or [f"status {run.returncode}"])[-1].strip()
+    lines = [line for line in said.splitlines() if re.search(r"[Ee]rror|Assertion|LLVM ERROR", line)]
+    return (lines or said.splitlines() or [f"status {status}"])[-1].strip()
 
 
 def _assembled(log: str, stages: dict[str, str]) -> dict[str, int]:
@@ -170,7 +185,10 @@ def _assembled(log: str, stages: dict[str, str]) -> dict[str, int]:
     }
     if "amdgcn" in stages:
         log = stages["amdgcn"]
-        patterns = {"registers": r"\.vgpr_count:\s*(\d+)", "stack_bytes": r"\.private_segment_fixed_size:\s*(\d+)"}
+        patterns = {
+            "registers": r"\.vgpr_count:\s*(\d+)",
+            "stack_bytes": r"\.private_segment_fixed_size:\s*(\d+)",
+        }
         if spilled := re.search(r"\.vgpr_spill_count:\s*(\d+)", log):
             return {"spill_store_bytes": 4 * int(spilled[1])} | _numbers(patterns, log)
     return _numbers(patterns, log)
@@ -180,8 +198,8 @@ def _numbers(patterns: dict[str, str], log: str) -> dict[str, int]:
     return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}
 
 
-def _changes(dump: str, stages: dict[str, str]) -> list[PassChange]:
-    """Between what one pass saw and what the next one saw; after the last of a stage, its text."""
+def _changes(dump: str) -> list[PassChange]:
+    """Between what one pass over the whole module saw and what the next one saw."""
     seen = []  # name of the pass, and the module before it
     pieces = _HEADER.split(dump)
     for at in range(1, len(pieces) - 2, 3):
@@ -198,12 +216,15 @@ def _changes(dump: str, stages: dict[str, str]) -> list[PassChange]:
         after = seen[index + 1][1] if index + 1 < len(seen) else ""
         if not after:
             break
+        if before == after:
+            continue
         old, new = _bare(before), _bare(after)
         if old != new:
             lines = list(difflib.unified_diff(old, new, lineterm="", n=1))[2:]
             removed = sum(line.startswith("-") for line in lines)
             added = sum(line.startswith("+") for line in lines)
-            cut = [*lines[:_MOST_DIFF], f"… {len(lines) - _MOST_DIFF} more lines"] if len(lines) > _MOST_DIFF else lines
+            more = [f"… {len(lines) - _MOST_DIFF} more lines"] if len(lines) > _MOST_DIFF else []
+            cut = [*lines[:_MOST_DIFF], *more]
             changes.append(PassChange(name, stage, removed, added, "\n".join(cut)))
     return changes
 

@@ -1,4 +1,4 @@
-"""What limits a kernel, read from its stages: coalescing, bank conflicts, spills, occupancy, matrix instructions, and
+"""What limits a kernel, read from its stages: coalescing, bank conflicts, spills, occupancy, matrix units, and
 operations per byte against what a device balances at. Pure; called by `cumulo compile stages` and its page.
 """
 
@@ -22,6 +22,7 @@ _PROCESSOR = {
     100: (65_536, 228 << 10, 64, 32),
 }
 _EXAMPLE = {"sm_80": "a100-80gb", "sm_90a": "h100-sxm", "sm_100": "b200", "gfx942": "mi300x"}
+_MANY = 32  # sectors, below which repeated requests cost nothing that anybody sees
 _RESERVED = 1 << 10  # bytes of shared memory that each block costs beside its own
 
 
@@ -71,6 +72,7 @@ class Work:
     bytes: float
     matrix: bool
     loop: bool
+    whole: bool  # False: bulk copies (TMA) move bytes that are not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def judge(one: StagesRecord) -> Verdict:
     traffic, work = [], None
     ptx = one.stage("ptx")
     if ptx is not None:
-        lines = ptx.text.splitlines()
+        lines = ptx.text.split("\n")
         found = accesses(lines, ptx.lines, one.resources.warps, _numbers(one, ptx.text))
         traffic = list(_by_line(found))
         work = _work(lines, found, one.resources.warps)
@@ -128,7 +130,7 @@ def _by_line(found: list[MemoryAccess]) -> Iterator[Traffic]:
             count=len(group),
             requested_sectors=sum(map(len, sectors)),
             touched_sectors=len(np.unique(np.concatenate(sectors))) if sectors else 0,
-            used_bytes=4 * len(np.unique(np.concatenate(words))) if words else 0,
+            used_bytes=len(np.unique(np.concatenate(words))) if words else 0,
             ways=max(one.ways for one in group),
             judged=space == "shared" or len(sectors) == len(group),
         )  # fmt: skip
@@ -139,10 +141,10 @@ def _occupancy(one: StagesRecord, capability: int) -> Occupancy:
     used, warps = one.resources, one.resources.warps
     per_warp = -(-max(used.registers, 1) * 32 // 256) * 256  # registers are given out 256 at a time
     limits = {
-        "registers": registers // (per_warp * warps),
-        "shared memory": shared // (used.shared_bytes + _RESERVED),
         "warps": most_warps // warps,
         "blocks": most_blocks,
+        "registers": registers // (per_warp * warps),
+        "shared memory": shared // (used.shared_bytes + _RESERVED),
     }
     limit = min(limits, key=lambda name: limits[name])
     blocks = limits[limit]
@@ -152,7 +154,9 @@ def _occupancy(one: StagesRecord, capability: int) -> Occupancy:
 def _matrix_instructions(one: StagesRecord) -> dict[str, int]:
     machine = one.stage("sass") or one.stage("amdgcn")
     counts: dict[str, int] = {}
-    for name in re.findall(r"\b([A-Z]*MMA\w*|v_mfma_\w+)", machine.text if machine else ""):
+    for name in re.findall(
+        r"\b([HIDQ]MMA|[HIQB]GMMA|UTC\w*MMA|v_mfma_\w+)\b", machine.text if machine else ""
+    ):
         counts[name] = counts.get(name, 0) + 1
     return counts
 
@@ -165,28 +169,20 @@ def _work(lines: list[str], found: list[MemoryAccess], warps: int) -> Work:
         for name in re.findall(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", text):
             if labels.get(name, at) < at:
                 loops.append((labels[name], at))
-    innermost = [one for one in loops if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in loops)]
-    spans = [*innermost, (0, len(lines))] if innermost else [(0, len(lines))]
-    heaviest = max(spans[:-1] or spans, key=lambda span: _flops(lines[span[0] : span[1]], warps)[0])
+    innermost = [
+        (begin, end) for begin, end in loops
+        if not any((begin, end) != other and begin <= other[0] and other[1] <= end for other in loops)
+    ]  # fmt: skip
+    spans = innermost or [(0, len(lines))]
+    heaviest = max(spans, key=lambda span: _flops(lines[span[0] : span[1]], warps)[0])
     flops, matrix = _flops(lines[heaviest[0] : heaviest[1]], warps)
-    inside = set(range(heaviest[0], heaviest[1]))
     moved = sum(
-        4 * len(one.used_bytes) for one, at in zip(found, _places(lines, found), strict=True)
-        if at in inside and one.used_bytes is not None
-    )  # fmt: skip
-    return Work(flops, moved, matrix, bool(innermost))
-
-
-def _places(lines: list[str], found: list[MemoryAccess]) -> list[int]:
-    """Where each access stands: they come in the order of the text."""
-    places, at = [], 0
-    for one in found:
-        while at < len(lines) and one.instruction not in lines[at]:
-            at += 1
-        places.append(at)
-        if at + 1 < len(lines) and one.instruction in lines[at]:
-            at += 1
-    return places
+        len(one.used_bytes)
+        for one in found
+        if one.used_bytes is not None and heaviest[0] <= one.at < heaviest[1]
+    )
+    bulk = any("cp.async.bulk" in text for text in lines)
+    return Work(flops, moved, matrix, bool(innermost), not bulk)
 
 
 def _flops(lines: list[str], warps: int) -> tuple[float, bool]:
@@ -196,7 +192,9 @@ def _flops(lines: list[str], warps: int) -> tuple[float, bool]:
             size = int(found[2]) * int(found[3]) * int(found[4])
             total += 2.0 * size * (warps / 4 if found[1].startswith("wgmma") else warps)
             matrix = True
-        elif found := re.search(r"\b(fma|add|sub|mul|max|min|ex2|div|sqrt|rsqrt)\.[\w.]*f(16|32|64)(x2)?\b", text):
+        elif found := re.search(
+            r"\b(fma|add|sub|mul|max|min|ex2|div|sqrt|rsqrt)\.[\w.]*f(16|32|64)(x2)?\b", text
+        ):
             total += 32 * warps * (2 if found[1] == "fma" else 1) * (2 if found[3] else 1)
     return total, matrix
 
@@ -207,34 +205,39 @@ def _findings(
     used = one.resources
     if spilled := used.spill_store_bytes + used.spill_load_bytes:
         text = (
-            f"registers spill: {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded per thread, "
-            f"with {used.registers} registers. Smaller tiles or more warps need fewer."
+            f"registers spill: {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded per "
+            f"thread, with {used.registers} registers. Smaller tiles or more warps need fewer."
         )
         yield Finding("spills", 0, text, 2.0 + spilled / 64)
     for row in traffic:
         where = "store" if row.is_store else "load"
         if row.space == "shared" and row.ways > 1:
-            text = f"shared-memory {where} with {row.ways}-way bank conflicts: it is repeated {row.ways} times."
+            text = (
+                f"shared-memory {where} with {row.ways}-way bank conflicts: it is repeated {row.ways} times."
+            )
             yield Finding("bank conflicts", row.line, text, float(row.ways))
         elif row.space == "global" and row.judged and row.touched_sectors >= 4:
             if row.efficiency <= 0.5:
                 text = (
-                    f"uncoalesced {where}: of each {SECTOR}-byte sector that moves, {row.efficiency * SECTOR:.0f} bytes "
-                    "are used. Neighbouring threads should reach neighbouring addresses."
+                    f"uncoalesced {where}: of each {SECTOR}-byte sector that moves, "
+                    f"{row.efficiency * SECTOR:.0f} bytes are used. Neighbouring threads should reach neighbouring "
+                    "addresses."
                 )
                 yield Finding("uncoalesced", row.line, text, 1 / row.efficiency)
-            elif row.requested_sectors >= 2 * row.touched_sectors:
+            elif row.requested_sectors >= 2 * row.touched_sectors >= _MANY:
                 times = row.requested_sectors / row.touched_sectors
-                text = f"each sector is asked for {times:.0f} times by this {where}: {row.count} × {row.instruction}."
+                text = (
+                    f"this {where} asks for each sector {times:.0f} times: {row.count} × {row.instruction}."
+                )
                 yield Finding("repeated requests", row.line, text, 1 + times / 8)
     ttgir = one.stage("ttgir")
     if ttgir is not None and "tt.dot" in ttgir.text and not matrix:
         yield Finding("no matrix unit", 0, "a product of tiles is computed without matrix instructions.", 8.0)
-    for text in ("f64", "double"):
-        llir = one.stage("llir")
-        if llir is not None and re.search(r"\bf(add|mul|div|sub) double\b", llir.text) and text == "double":
-            yield Finding("float64", 0, "some arithmetic is in float64, which most GPUs do slowly.", 4.0)
-    if occupancy is not None and occupancy.share < 0.25:
+    llir = one.stage("llir")
+    if llir is not None and re.search(r"\bf(add|mul|div|sub) double\b", llir.text):
+        yield Finding("float64", 0, "some arithmetic is in float64, which most GPUs do slowly.", 4.0)
+    # Products of tiles keep matrix units busy from few warps.
+    if occupancy is not None and occupancy.share < 0.25 and not matrix:
         text = (
             f"{occupancy.share:.0%} of a multiprocessor's warps fit at once ({occupancy.blocks} blocks), "
             f"limited by {occupancy.limit}: little hides the time of memory."
@@ -245,19 +248,18 @@ def _findings(
 def _summary(one: StagesRecord, findings: list[Finding], work: Work | None) -> str:
     parts = []
     example = _EXAMPLE.get(one.target)
-    if work is not None and work.bytes and example is not None:
+    if work is not None and work.bytes and work.whole and example is not None:
         known, intensity = device(example), work.flops / work.bytes
         balance = known.flops("bfloat16" if work.matrix else "float32") / known.memory_bytes_per_s
         kind = "memory" if intensity < balance else "arithmetic"
-        where = "its inner loop" if work.loop else "it"
+        where = "the inner loop has" if work.loop else "there are"
         unit = "matrix units" if work.matrix else "float32 units"
         parts.append(
-            f"Limited by {kind}: {where} has {intensity:.2g} operations per byte of global memory; "
-            f"the {unit} of a {example} keep up with memory at {balance:.0f}."
+            f"Limited by {kind}: {where} {intensity:.2g} operations per byte of global memory, and the {unit} "
+            f"of an {example} need {balance:.0f} to be busy."
         )
-    if findings:
-        first = findings[0]
-        parts.append(f"First to mend{f', line {first.line}' if first.line else ''}: {first.text}")
-    else:
-        parts.append("Nothing found that wastes time: accesses are coalesced, nothing spills.")
+    if work is not None and not work.whole:
+        parts.append("Bulk copies (TMA) move what it reads, so that its bytes are not counted here.")
+    if not findings:
+        parts.append("Nothing was found that wastes time: accesses are coalesced, and no register spills.")
     return " ".join(parts)

@@ -5,6 +5,7 @@ pass says on stderr is caught there. Started by `record`; reads a request on std
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,29 +18,57 @@ from cumulo.compile.stages.launch import KernelLaunch, kernel_of, launch_of_json
 
 def compiled(launch: KernelLaunch, backend: str, arch: int | str, warp: int) -> dict[str, Any]:
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
 
+    knobs.runtime.add_stages_inspection_hook = _own_lines
     kernel = kernel_of(launch)
     answer: dict[str, Any] = {
-        "source": kernel.src,
+        "source": "".join(kernel.raw_src),
         "file": kernel.fn.__code__.co_filename,
         "first_line": kernel.starting_line_number,
         "triton": triton.__version__,
     }
+    decorators = next(at for at, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def "))
     try:
         # A cubin is only text and bytes here: nothing is loaded, so no device is needed.
-        done = triton.compile(_source(kernel, launch), GPUTarget(backend, arch, warp), _options(launch, backend))
+        done = triton.compile(
+            _source(kernel, launch), GPUTarget(backend, arch, warp), _options(launch, backend)
+        )
     except Exception as error:
-        return answer | {"error": _reason(error, kernel.starting_line_number)}
+        return answer | {"error": _reason(error, kernel.starting_line_number + decorators)}
     stages = {name: text for name, text in done.asm.items() if isinstance(text, str) and name != "source"}
     machine = next((text for text in done.asm.values() if isinstance(text, bytes)), b"")
     metadata = done.metadata
-    answer["resources"] = {"shared_bytes": metadata.shared, "warps": metadata.num_warps, "ctas": metadata.num_ctas}
+    answer["resources"] = {
+        "shared_bytes": metadata.shared,
+        "warps": metadata.num_warps,
+        "ctas": metadata.num_ctas,
+    }
     if backend == "cuda":
         stages["sass"], answer["tool_lines"] = _disassembled(machine, arch)
     answer["stages"] = stages
     answer["layouts"] = list(_layouts(stages["ttgir"], backend, int(arch) if backend == "cuda" else 0))
     return answer
+
+
+def _own_lines(*stages_of: Any) -> Any:
+    """Triton's hook for who looks at its stages. PTX says that the second line of an inline assembly comes from the
+    next source line; without that, all of it belongs to where it begins, in the machine code as well."""
+    if not stages_of:
+        return "cumulo", "cumulo"  # part of the cache's key
+    stages = stages_of[1]
+    if "ptx" in stages:
+        made = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: _ASSEMBLY.sub(_without_places, made(source, metadata))
+    return None
+
+
+_ASSEMBLY = re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL)
+
+
+def _without_places(found: re.Match[str]) -> str:
+    return re.sub(r"\n\s*\.loc[^\n]*", "", found[0])
 
 
 def _source(kernel: Any, launch: KernelLaunch) -> Any:
@@ -71,7 +100,8 @@ def _options(launch: KernelLaunch, backend: str) -> dict[str, Any]:
 
 def _reason(error: Exception, first_line: int) -> dict[str, Any]:
     """What is wrong and in which line of the kernel, where the compiler says it."""
-    node, cause = getattr(error, "node", None), error
+    node = getattr(error, "node", None)
+    cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__  # the innermost says what, the outermost where
     line = first_line + node.lineno - 1 if node is not None else 0
@@ -113,7 +143,14 @@ def _layouts(ttgir: str, backend: str, capability: int) -> Iterator[dict[str, An
 
     def visit(op: Any) -> None:
         name = op.get_name()
-        if name in ("tt.load", "tt.store", "tt.dot", "ttng.warp_group_dot", "ttg.convert_layout", "ttg.local_load"):
+        if name in (
+            "tt.load",
+            "tt.store",
+            "tt.dot",
+            "ttng.warp_group_dot",
+            "ttg.convert_layout",
+            "ttg.local_load",
+        ):
             values = [op.get_operand(index) for index in range(op.get_num_operands())]
             values += [op.get_result(index) for index in range(op.get_num_results())]
             found.extend((name, value) for value in values[:1] + values[-1:])
@@ -122,10 +159,10 @@ def _layouts(ttgir: str, backend: str, capability: int) -> Iterator[dict[str, An
     seen = set()
     for name, value in found:
         kind_of_value = str(value.get_type())
-        if not kind_of_value.startswith("tensor<"):
+        if not (found_shape := re.match(r"tensor<((?:\d+x)+)", kind_of_value)):
             continue
         layout = builder.get_gluon_layout_from_tensor(value)
-        shape = [int(one) for one in kind_of_value[len("tensor<") :].split("x")[:-1]]
+        shape = [int(one) for one in found_shape[1].split("x")[:-1]]
         if (str(layout), tuple(shape)) in seen:
             continue
         seen.add((str(layout), tuple(shape)))
