@@ -20,6 +20,12 @@ def plus(a: Number, b: Number) -> Number:
     return f"({a} + {b})"
 
 
+def minus(a: Number, b: Number) -> Number:
+    if isinstance(b, int):
+        return plus(a, -b)
+    return f"({a} - {b})" if a != 0 else f"(-{b})"
+
+
 def times(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int):
         return a * b
@@ -112,9 +118,12 @@ class Forms:
 
     @staticmethod
     def _sum(a: Form, b: Form, factor: Number) -> Form:
-        strides = tuple(plus(x, times(y, factor)) for x, y in zip(a.strides, b.strides, strict=True))
+        def added(x: Number, y: Number) -> Number:
+            return minus(x, y) if factor == -1 else plus(x, times(y, factor))
+
+        strides = tuple(added(x, y) for x, y in zip(a.strides, b.strides, strict=True))
         rest = (*a.rest, *(replace(item, factor=times(item.factor, factor)) for item in b.rest))
-        return Form(plus(a.start, times(b.start, factor)), strides, rest, a.root)
+        return Form(added(a.start, b.start), strides, rest, a.root)
 
     def _moved(self, value: Value) -> Form:
         op = value.op
@@ -170,21 +179,20 @@ class Forms:
         left, right = (self.of(operand) for operand in op.operands)
         if predicate in ("sgt", "sge"):
             left, right = right, left
-        form = self._sum(left, right, -1)  # a lane is wanted where this is below zero
+        form = self._sum(right, left, -1)  # a lane is wanted where this is above zero
         if predicate in ("sle", "sge"):
-            form = replace(form, start=plus(form.start, -1))
+            form = replace(form, start=plus(form.start, 1))
         moving = [d for d, stride in enumerate(form.strides) if stride != 0 and dims[d] is not None]
         if form.rest or len(moving) > 1:
             return None
         if not moving:
-            return Bound(None, form.start, 0)
+            return Bound(None, 0, form.start)
         dim, stride = dims[moving[0]], form.strides[moving[0]]
         if not isinstance(stride, int) or dim is None:
             return None
-        if stride > 0:
-            high = times(form.start, -1)
-            return Bound(dim, 0, high if stride == 1 else f"ceil_div({high}, {stride})")
-        return Bound(dim, f"(floor_div({form.start}, {-stride}) + 1)", 1 << 40)
+        if stride < 0:
+            return Bound(dim, 0, form.start if stride == -1 else f"ceil_div({form.start}, {-stride})")
+        return Bound(dim, f"(floor_div({minus(0, form.start)}, {stride}) + 1)", 1 << 40)
 
 
 def moved_dims(value: Value) -> list[int | None] | None:

@@ -84,10 +84,13 @@ class Memory(Emitter):
             low, high = (earlier.low, earlier.high) if earlier else (0, extent)
             if earlier:
                 limits.remove(earlier)
-            lowest = self.variable("int", f"(int)clamped<int64_t>({bound.low}, {low}, {extent})", "low")
-            highest = self.variable("int", f"(int)clamped<int64_t>({bound.high}, 0, {high})", "high")
-            tests += [f"{lowest} == 0", f"{highest} == {extent}"]
-            limits.append(Bound(bound.dim, lowest, highest))
+            names = [str(low), str(high)]
+            if bound.low != 0:
+                names[0] = self.variable("int", f"(int)clamped<int64_t>({bound.low}, {low}, {extent})", "low")
+            if bound.high != 1 << 40:
+                names[1] = self.variable("int", f"(int)clamped<int64_t>({bound.high}, 0, {high})", "high")
+            tests += [f"{name} == {whole}" for name, whole in zip(names, ("0", str(extent)), strict=True) if name != whole]
+            limits.append(Bound(bound.dim, *names))
         self.out(f"if ({' && '.join(tests)})")
         nest = self.nest(shape, order)
         write(nest, rest)

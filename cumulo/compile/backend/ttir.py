@@ -199,6 +199,8 @@ class _Parser:
         block.args = [self._new(name, type_) for name, type_ in args]
         self.position += 1
         op.regions.append(self._blocks(block))
+        if op.name == "scf.for" and (not block.ops or block.ops[-1].name != "scf.yield"):
+            block.ops.append(Operation("scf.yield", [], [], "", op.location))  # the printer leaves an empty one out
         self.scopes.pop()
         self.loops = around
         return self.lines[self.position].strip()
