@@ -1,0 +1,161 @@
+"""What compiling a graph did, as data: operations before, kernels after, traffic, reasons, memory, pictures. The
+compiler makes a GraphReport of each graph; `cumulo compile MODEL` prints a CompileReport of a model.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from cumulo.base.quantities import quantity
+from cumulo.compile.passes.facts import (
+    Declined,
+    Fused,
+    aten_name,
+    is_view,
+    node_bytes,
+)
+from cumulo.compile.passes.memory import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the operations of a graph move and compute, from their shapes."""
+
+    traffic_bytes: int
+    operations: tuple[tuple[int, float], ...]  # bytes and FLOPs of each
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A generated kernel."""
+
+    name: str
+    pattern: str
+    code: str  # what runs it: triton, inductor
+    text: str
+    operations: int
+    times: int  # how often the graph runs it
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnNode:
+    """A node of a picture of the graph."""
+
+    name: str
+    label: str
+    reads: tuple[str, ...]
+    is_view: bool
+    is_kernel: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    stage: str  # forward, backward, inference
+    operations_before: int
+    kernels_after: int  # generated kernels and library calls
+    before: Work
+    after: Work
+    notes: tuple[Fused | Declined, ...]
+    peak_before_bytes: int
+    peak_after_bytes: int
+    reused_bytes: int
+    in_place: int
+    function: str  # the Python function that runs it
+    kernels: tuple[Kernel, ...]
+    graph_before: tuple[DrawnNode, ...]
+    graph_after: tuple[DrawnNode, ...]
+
+    @property
+    def summary(self) -> str:
+        saved = self.before.traffic_bytes - self.after.traffic_bytes
+        change = (
+            f"{quantity(saved, 'bytes')} less traffic"
+            if saved >= 0
+            else f"{quantity(-saved, 'bytes')} more traffic"
+        )
+        return (
+            f"{self.stage}: {self.operations_before} operations became {self.kernels_after} kernels; {change}"
+        )
+
+    def reasons(self) -> list[tuple[str, int, str]]:
+        """Why operations were not fused, how many, and the line of the first; the most frequent first."""
+        counts: Counter[str] = Counter()
+        lines: dict[str, str] = {}
+        for note in self.notes:
+            if isinstance(note, Declined):
+                counts[note.why] += len(note.nodes)
+                lines.setdefault(note.why, note.line)
+        return [(why, count, lines[why]) for why, count in counts.most_common()]
+
+    def patterns(self) -> list[tuple[str, int, int, int]]:
+        """What was fused: pattern, how often, operations and bytes saved in all."""
+        found: dict[str, list[int]] = {}
+        for note in self.notes:
+            if isinstance(note, Fused):
+                row = found.setdefault(note.pattern, [0, 0, 0])
+                row[0] += 1
+                row[1] += len(note.nodes)
+                row[2] += note.bytes_saved
+        return [(name, *row) for name, row in found.items()]  # type: ignore[misc]
+
+
+def count_operations(graph: Graph) -> int:
+    return sum(node.op == "call_function" and not is_view(node) for node in graph.nodes)
+
+
+def work_of(steps: Sequence[Step]) -> Work:
+    each = [(_moved(step), sum(map(_flops, step.nodes))) for step in steps if not is_view(step.nodes[0])]
+    return Work(sum(moved for moved, _ in each), tuple(each))
+
+
+def _moved(step: Step) -> int:
+    if step.group is None:
+        node = step.nodes[0]
+        return 0 if node.op == "get_attr" else node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
+    return step.group.traffic_bytes
+
+
+def _flops(node: Node) -> float:
+    """Of matrix products and attention; of the others the traffic counts."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry or node.op != "call_function":
+        return 0.0
+    args, kwargs = pytree.tree_map(
+        lambda one: one.meta.get("val") if isinstance(one, Node) else one, (node.args, node.kwargs)
+    )
+    try:
+        return float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    except (TypeError, ValueError, AssertionError):
+        return 0.0
+
+
+def draw_graph(graph: Graph) -> tuple[DrawnNode, ...]:
+    return tuple(
+        DrawnNode(
+            node.name, aten_name(node) or node.name, tuple(one.name for one in node.all_input_nodes), is_view(node),
+            False, node_bytes(node),
+        )
+        for node in graph.nodes
+        if node.op == "call_function"
+    )  # fmt: skip
+
+
+def draw_steps(steps: Sequence[Step]) -> tuple[DrawnNode, ...]:
+    from cumulo.compile.passes.groups import pattern_name
+
+    drawn = []
+    for step in steps:
+        first, group = step.nodes[0], step.group
+        label = pattern_name(group.nodes) if group else aten_name(first) or first.name
+        drawn.append(
+            DrawnNode(
+                first.name, label, tuple(node.name for node in step.reads), group is None and is_view(first),
+                group is not None, sum(map(node_bytes, step.nodes)),
+            )
+        )  # fmt: skip
+    return tuple(drawn)
