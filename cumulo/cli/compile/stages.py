@@ -112,7 +112,7 @@ def stages(
         shown.append(dim(f"Argument types were guessed; --arg changes one: {guessed}"))
     if other is not None:
         shown.append(grid(("", "before", "after"), differences(other, one)))
-    present(rows, json_file, *shown, **one.to_json())
+    present(rows, json_file, *shown, record=one.to_json())
     save(out, lambda: stages_page(one, verdict, other), "the stages")
 
 
@@ -137,7 +137,6 @@ def _other(
     if not named.endswith(".json"):
         return record(find_launch(named, types, values, options), target)
     try:
-        raw = json.loads(read_text(Path(named)))
-    except ValueError as error:
-        raise ConfigError(f"{named} is no record of `cumulo compile stages --json`: {error}") from None
-    return record_of_json(raw)
+        return record_of_json(json.loads(read_text(Path(named)))["record"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{named} is no record of `cumulo compile stages --json`") from None

@@ -22,7 +22,7 @@ from typing import Any
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 
-_RECORDED = Path(__file__).with_name("launches.json")
+RECORDED = Path(__file__).with_name("launches.json")
 _TYPES = {
     "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", "int32": "i32", "int64": "i64",
 }  # fmt: skip
@@ -62,7 +62,7 @@ def launch_of_json(raw: Mapping[str, Any]) -> KernelLaunch:
 @lru_cache(maxsize=1)
 def recorded() -> dict[str, KernelLaunch]:
     """Our kernels by name: the file's, and the function's where a file has several."""
-    launches = [launch_of_json(raw) for raw in json.loads(_RECORDED.read_text("utf-8"))]
+    launches = [launch_of_json(raw) for raw in json.loads(RECORDED.read_text("utf-8"))]
     files = [one.kernel.partition(":")[0].rpartition(".")[2] for one in launches]
     return {
         file if files.count(file) == 1 else f"{file}.{one.name.lstrip('_')}": one
@@ -153,14 +153,14 @@ def _changed(launch: KernelLaunch, types: Mapping[str, str], numbers: Mapping[st
     """With other types and constants."""
     for name in (*types, *numbers):
         if name not in launch.signature:
-            raise ConfigError(f"{launch.name} has no argument {name!r}{did_you_mean(name, launch.signature)}")
+            raise ConfigError(f"{launch.name} has no argument {name}{did_you_mean(name, launch.signature)}")
     signature = {**launch.signature, **{name: _type(name, told) for name, told in types.items()}}
     names = list(signature)
     constants, values = dict(launch.constants), dict(launch.numbers)
     for name, told in numbers.items():
         if signature[name] == "constexpr":
             constants.pop(str(names.index(name)), None)
-            constants[name] = _constant(told)
+            constants[name] = constant(told)
         else:
             values[name] = _number(name, told)
     return replace(launch, signature=signature, constants=constants, numbers=values)
@@ -184,10 +184,10 @@ def _number(name: str, told: str) -> int:
         raise ConfigError(f"--set {name}={told}: this argument is a whole number") from None
 
 
-def _constant(told: str) -> Any:
+def constant(told: str) -> Any:
     """True, 16, 0.5, float32 (a type of Triton's) or a text."""
-    if told in _TYPES:
-        return {"dtype": _TYPES[told]}
+    if told in _TYPES or told in _TYPES.values():
+        return {"dtype": _TYPES.get(told, told)}
     try:
         return ast.literal_eval(told)
     except (ValueError, SyntaxError):

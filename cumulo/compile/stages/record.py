@@ -102,18 +102,14 @@ class StagesRecord:
 
 
 def record_of_json(raw: dict[str, Any]) -> StagesRecord:
-    try:
-        return StagesRecord(
-            **raw
-            | {
-                "launch": launch_of_json(raw["launch"]),
-                "stages": [Stage(**one) for one in raw["stages"]],
-                "passes": [PassChange(**one) for one in raw["passes"]],
-                "resources": Resources(**raw["resources"]),
-            }
-        )
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"this is no record of `cumulo compile stages --json`: {error}") from None
+    """Raises KeyError or TypeError where it is something else."""
+    parts = {
+        "launch": launch_of_json(raw["launch"]),
+        "stages": [Stage(**one) for one in raw["stages"]],
+        "passes": [PassChange(**one) for one in raw["passes"]],
+        "resources": Resources(**raw["resources"]),
+    }
+    return StagesRecord(**raw | parts)
 
 
 def record(launch: KernelLaunch, target: str) -> StagesRecord:

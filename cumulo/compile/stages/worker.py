@@ -46,7 +46,7 @@ def compiled(launch: KernelLaunch, backend: str, arch: int | str, warp: int) -> 
         "ctas": metadata.num_ctas,
     }
     if backend == "cuda":
-        stages["sass"], answer["tool_lines"] = _disassembled(machine, arch)
+        stages["sass"] = _disassembled(machine)
     answer["stages"] = stages
     answer["layouts"] = list(_layouts(stages["ttgir"], backend, int(arch) if backend == "cuda" else 0))
     return answer
@@ -109,17 +109,14 @@ def _reason(error: Exception, first_line: int) -> dict[str, Any]:
     return {"text": text, "line": line, "kind": type(error).__name__}
 
 
-def _disassembled(cubin: bytes, arch: int | str) -> tuple[str, list[str]]:
+def _disassembled(cubin: bytes) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         show = [knobs.nvidia.nvdisasm.path, "-gi", "-c", file.name]
-        text = subprocess.run(show, capture_output=True, text=True, check=True).stdout
-        usage = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        lines = subprocess.run(usage, capture_output=True, text=True, check=False).stdout
-    return text, lines.splitlines()
+        return subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
 def _layouts(ttgir: str, backend: str, capability: int) -> Iterator[dict[str, Any]]:
