@@ -48,7 +48,7 @@ def user_gets(module: GraphModule) -> set[Node]:
 
 
 def written(graph: Graph) -> set[Node]:
-    """The nodes whose memory an operation of the graph writes to. What is not an operation may write to anything."""
+    """The nodes whose memory an operation of the graph writes to; what is not an operation may write to all."""
     nodes: set[Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:

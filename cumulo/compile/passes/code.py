@@ -1,5 +1,5 @@
-"""What runs a group: generated Triton where Triton has a device for it, else Inductor, else eager PyTorch, each with
-the reason. The compiler asks once per graph; equal kernels of a graph, and of other graphs, are made once.
+"""What runs a group: generated Triton where Triton has a device for it, else Inductor, else eager PyTorch, each
+with the reason. The compiler asks once per graph; equal kernels of a graph, and of other graphs, are made once.
 """
 
 import importlib.util
@@ -110,12 +110,13 @@ def _inductor(group: Group) -> Launcher:
     from torch._inductor.decomposition import select_decomp_table
 
     inputs = [node.meta["val"] for node in group.source.inputs]
-    with detect_fake_mode(inputs):
+    fakes = detect_fake_mode(inputs)
+    assert fakes is not None
+    with fakes:
         module = make_fx(as_module(group), decomposition_table=select_decomp_table())(*inputs)
     # Inductor writes down its outputs' strides in the context, which belongs to the whole graph.
-    with tracing(TracingContext(detect_fake_mode(inputs))):
-        compiled = compile_fx_inner(module, inputs)
-    return compiled  # type: ignore[return-value]
+    with tracing(TracingContext(fakes)):
+        return compile_fx_inner(module, inputs)
 
 
 def as_module(group: Group) -> GraphModule:

@@ -22,7 +22,7 @@ from cumulo.compile.passes.clean import (
     remove_dead,
 )
 from cumulo.compile.passes.code import Code, choose_code, kernel_text, launcher_of
-from cumulo.compile.passes.facts import Notes, declined, tensor
+from cumulo.compile.passes.facts import Notes, declined, fake
 from cumulo.compile.passes.function import order_steps, write_function
 from cumulo.compile.passes.groups import Group, find_groups, pattern_name
 from cumulo.compile.passes.memory import in_order, peak_bytes, plan_memory
@@ -108,8 +108,7 @@ def compile_graph(
     launchers: dict[Group, tuple[str, Callable[..., Any], bool]] = {}
     kernels: dict[str, Kernel] = {}
     for group in groups:
-        value = tensor(group.outputs[0])
-        assert value is not None
+        value = fake(group.outputs[0])
         code, why = choose_code(options.code, value.device)
         if why:
             declined(notes, group.nodes, f"no generated Triton kernel: {why}; {code} computes it")
@@ -125,14 +124,13 @@ def compile_graph(
     steps = order_steps(module, list(launchers))
     plan = plan_memory(peak, steps, module.graph)
     run, text = write_function(module, steps, plan, launchers)
+    after = draw_steps(steps)
+    report = GraphReport(
+        stage, before, sum(not one.is_view for one in after), work, work_of(steps), tuple(notes), peak,
+        plan.peak_after_bytes, plan.reused_bytes, len(plan.in_place), text, tuple(kernels.values()), drawn, after,
+    )  # fmt: skip
     for reports in _records:
-        reports.append(
-            GraphReport(
-                stage, before, sum(not one.is_view for one in draw_steps(steps)), work, work_of(steps), tuple(notes),
-                plan.peak_before_bytes, plan.peak_after_bytes, plan.reused_bytes, len(plan.in_place), text,
-                tuple(kernels.values()), drawn, draw_steps(steps),
-            )
-        )  # fmt: skip
+        reports.append(report)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 

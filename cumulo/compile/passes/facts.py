@@ -57,6 +57,13 @@ def tensor(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def fake(node: Any) -> torch.Tensor:
+    """The fake tensor of what is known to be one."""
+    value = tensor(node)
+    assert value is not None, node
+    return value
+
+
 def is_static(value: torch.Tensor) -> bool:
     return all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
 
@@ -83,6 +90,10 @@ def hint(size: Any) -> int:
         return size
     known = getattr(size.node, "hint", None)
     return int(known) if known is not None else 1
+
+
+def argument_of(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 _VIEWS = {

@@ -7,18 +7,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from cumulo.compile.passes.facts import base_of, is_result, is_static, is_view, shown_tensor, tensor
+from cumulo.compile.passes.facts import base_of, fake, is_result, is_static, is_view, shown_tensor, tensor
 from cumulo.compile.passes.groups import Group
 from cumulo.compile.passes.memory import MemoryPlan, Step
 
 
 def order_steps(module: GraphModule, groups: Sequence[Group]) -> list[Step]:
-    """Groups and single nodes in an order in which all that a step reads is there; what nobody reads is left out."""
+    """Groups and single nodes in an order in which all that a step reads is there, without what nobody reads."""
     of_node = {node: group for group in groups for node in group.nodes}
     places = {node: place for place, node in enumerate(module.graph.nodes)}
     steps: dict[Any, Step] = {}
@@ -42,7 +43,7 @@ def order_steps(module: GraphModule, groups: Sequence[Group]) -> list[Step]:
     # Operations that can be noticed keep their order among each other, and towards what reads the same tensors.
     noticed = [key for key in steps if isinstance(key, Node) and _is_noticed(key)]
     noticed.sort(key=lambda node: places[node])
-    for first, second in zip(noticed, noticed[1:], strict=False):
+    for first, second in pairwise(noticed):
         waits[second].add(first)
     for node in noticed:
         touched = {base_of(one) for one in node.all_input_nodes}
@@ -105,8 +106,8 @@ def write_function(
     plan: MemoryPlan,
     launchers: dict[Group, tuple[str, Launcher, bool]],
 ) -> tuple[Callable[[list[Any]], Any], str]:
-    """The function, which takes the list of its arguments and empties it, and its text. `launchers`: of each group the
-    name of its kernel, what runs it, and whether that takes the outputs or returns them."""
+    """The function, which takes the list of its arguments and empties it, and its text. `launchers`: of each group
+    the name of its kernel, what runs it, and whether that takes the outputs or returns them."""
     writer = _Writer(module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     last: dict[Node, int] = {}
@@ -174,7 +175,9 @@ class _Writer:
             return "{" + ", ".join(f"{key!r}: {self.shown(value)}" for key, value in argument.items()) + "}"
         if isinstance(argument, slice):
             return f"slice({self.shown(argument.start)}, {self.shown(argument.stop)}, {self.shown(argument.step)})"
-        if argument is None or (isinstance(argument, (bool, int, str)) and type(argument) in (bool, int, str)):
+        if argument is None or (
+            isinstance(argument, (bool, int, str)) and type(argument) in (bool, int, str)
+        ):
             return repr(argument)
         if isinstance(argument, float) and math.isfinite(argument):
             return repr(argument)
@@ -189,9 +192,7 @@ class _Writer:
             self.line(f"{node.name} = {self.shown(node.args[0])}[{self.shown(node.args[1])}]")
             return
         if is_shortcut(node):
-            base, view = shown_tensor(node), tensor(node)
-            source = tensor(base)
-            assert view is not None and source is not None
+            base, view, source = shown_tensor(node), fake(node), fake(shown_tensor(node))
             offset = view.storage_offset() - source.storage_offset()  # type: ignore[operator]
             self.line(
                 f"{node.name} = g_view({base.name}, {tuple(view.shape)}, {tuple(view.stride())}, {offset})"
@@ -213,8 +214,7 @@ class _Writer:
             self.line(f"{', '.join(node.name for node in step.nodes)}, = {name}([{', '.join(reads)}])")
             return
         for node in step.nodes:
-            value, old = tensor(node), plan.takes.get(node)
-            assert value is not None
+            value, old = fake(node), plan.takes.get(node)
             size, stride = tuple(value.shape), tuple(value.stride())
             if old is None:
                 self.line(f"{node.name} = {self._empty(value, size, stride)}")

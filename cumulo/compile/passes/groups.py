@@ -1,5 +1,5 @@
-"""Which operations become one kernel: groups that grow along the graph, from producer to consumer, as long as nothing
-outside lies between them. The compiler calls `find_groups` once per graph, after the other passes.
+"""Which operations become one kernel: groups that grow along the graph, from producer to consumer, as long as
+nothing outside lies between them. The compiler calls `find_groups` once per graph, after the other passes.
 """
 
 import math
@@ -13,6 +13,7 @@ from cumulo.compile.passes.facts import (
     aten_name,
     base_of,
     declined,
+    fake,
     fused,
     is_view,
     node_bytes,
@@ -20,12 +21,12 @@ from cumulo.compile.passes.facts import (
     tensor,
 )
 from cumulo.compile.passes.kernel_source import (
-    CONSTANTS,
     FUSABLE,
     INSETS,
     MOST_COLUMNS,
     REDUCTIONS,
     KernelSource,
+    is_constant,
     reduced_dims,
     write_kernel,
 )
@@ -58,7 +59,7 @@ class _Unit:
 def find_groups(module: GraphModule, notes: Notes) -> list[Group]:
     growing = _Growing()
     for node in module.graph.nodes:
-        if not is_view(node) and not _is_constant(node):
+        if not is_view(node) and not is_constant(node):
             growing.add(node, _why_not(node), notes)
     groups: list[Group] = []
     for unit in growing.units:
@@ -121,7 +122,7 @@ class _Growing:
             columns and not all(_is_in_rows(node, columns, one.elements) for node in nodes)
         ):
             return False
-        if tensor(one.nodes[0]).device != tensor(other.nodes[0]).device:  # type: ignore[union-attr]
+        if fake(one.nodes[0]).device != fake(other.nodes[0]).device:
             return False
         return not self._is_between(one, other)
 
@@ -154,10 +155,6 @@ class _Growing:
         for later in self.units:
             if later is not one and later.before & one.bits:
                 later.before |= one.before | one.bits
-
-
-def _is_constant(node: Node) -> bool:
-    return aten_name(node) in CONSTANTS and not node.all_input_nodes
 
 
 def _producers(node: Node) -> list[Node]:
@@ -197,25 +194,21 @@ def _why_not(node: Node) -> str | None:
 def _columns(node: Node) -> int | None:
     if aten_name(node) not in REDUCTIONS:
         return None
-    before = tensor(node.args[0])
-    assert before is not None
+    before = fake(node.args[0])
     return math.prod(before.shape[dim] for dim in reduced_dims(node))
 
 
 def _elements(node: Node) -> int:
     """Of the largest tensor: a reduction is as large as what it reads."""
-    counted = tensor(node.args[0]) if aten_name(node) in REDUCTIONS else tensor(node)
-    assert counted is not None
-    return counted.numel()
+    return fake(node.args[0] if aten_name(node) in REDUCTIONS else node).numel()
 
 
 def _fits(unit: _Unit, node: Node) -> bool:
     """Whether the node runs over the rows and columns of the group."""
-    value, columns = tensor(node), _columns(node)
-    assert value is not None
+    value, columns = fake(node), _columns(node)
     if unit.elements is None or len(unit.nodes) >= MOST_NODES:
         return False
-    if tensor(unit.nodes[0]).device != value.device:  # type: ignore[union-attr]
+    if fake(unit.nodes[0]).device != value.device:
         return False
     if columns is not None:
         known = columns == (unit.columns or columns) and _elements(node) == unit.elements
@@ -228,8 +221,7 @@ def _fits(unit: _Unit, node: Node) -> bool:
 
 def _is_in_rows(node: Node, columns: int, elements: int | None) -> bool:
     """Whether the last dimensions of a full tensor make up rows of this length; numbers of whole rows always do."""
-    value = tensor(node)
-    assert value is not None
+    value = fake(node)
     if aten_name(node) in REDUCTIONS or value.numel() != elements:
         return True
     size = 1
@@ -283,7 +275,7 @@ def pattern_name(nodes: Sequence[Node]) -> str:
     """What people call such a group."""
     names = {aten_name(node) for node in nodes}
     parts = []
-    if {"cat", "neg"} <= names or {"slice_scatter", "neg"} <= names:
+    if ("neg" in names and names & {"cat", *INSETS}) or "roll" in names:
         parts.append("rotary")
     if names & {"silu", "silu_backward"} and "mul" in names:
         parts.append("SwiGLU")

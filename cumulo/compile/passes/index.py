@@ -73,8 +73,8 @@ def split(form: Form, sizes: tuple[int, ...], limits: dict[str, int]) -> tuple[F
 
 
 def _part(form: Form, stride: int, size: int | None, limits: dict[str, int]) -> Form:
-    """(form // stride) % size, simplified: with form = d q + r, where d divides the stride and r stays below d, it is
-    (q // (stride / d)) % size."""
+    """(form // stride) % size, simplified: with form = d q + r, where d divides the stride and r stays below d, it
+    is (q // (stride / d)) % size."""
     terms = sorted(form.terms, key=lambda term: -abs(term[1]))
     for count in range(len(terms), -1, -1):
         divisor = math.gcd(stride, *(factor for _, factor in terms[:count]))

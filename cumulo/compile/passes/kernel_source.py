@@ -2,8 +2,8 @@
 before it decides that the group is one.
 
 A kernel computes a tile of rows × columns. `Writer.value` asks backwards from what is stored: the value of an
-operation at an index is an expression over its arguments' values at theirs. A view only changes the index; a reduction
-needs its whole row in the tile.
+operation at an index is an expression over its arguments' values at theirs. A view only changes the index; a
+reduction needs its whole row in the tile.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from cumulo.compile.passes.facts import aten_name, is_result, is_static, is_view, tensor
+from cumulo.compile.passes.facts import argument_of, aten_name, fake, is_result, is_static, is_view, tensor
 from cumulo.compile.passes.index import COLUMN, ROW, Form, number, split
 from cumulo.compile.passes.operations import (
     POINTWISE,
@@ -26,6 +26,7 @@ from cumulo.compile.passes.operations import (
     rounded,
     write,
 )
+from cumulo.compile.passes.views import broadcast, moved, seen_through, within
 
 MOST_COLUMNS = 16384  # of a reduction: its row is one tile
 TILE = 1024  # elements of a tile of pointwise work
@@ -35,7 +36,7 @@ REDUCTIONS = {"sum", "mean", "amax", "amin", "_softmax", "_log_softmax", "_softm
               "_log_softmax_backward_data"}  # fmt: skip
 CONSTANTS = {"full", "zeros", "ones", "scalar_tensor"}
 INSETS = {"slice_scatter", "constant_pad_nd", "slice_backward", "select_backward"}
-FUSABLE = POINTWISE | REDUCTIONS | {"cat", "arange"} | INSETS
+FUSABLE = POINTWISE | REDUCTIONS | {"cat", "arange", "roll"} | INSETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +52,22 @@ class KernelSource:
 
 def reduced_dims(node: Node) -> tuple[int, ...]:
     """The dimensions that a reduction takes together, which must be the last ones."""
-    value = tensor(node.args[0])
-    assert value is not None
-    name = aten_name(node)
+    name, args = aten_name(node), tuple[Any, ...](node.args)
+    dims = fake(args[0]).dim()
     if name in ("_softmax", "_log_softmax"):
-        given: Any = [node.args[1]]
+        given = [args[1]]
     elif name.endswith("_backward_data"):
-        given = [node.args[2]]
+        given = [args[2]]
     else:
-        given = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
-        given = list(given) or list(range(value.dim()))
-    dims = tuple(sorted(dim % value.dim() for dim in given)) if value.dim() else ()
-    if dims != tuple(range(value.dim() - len(dims), value.dim())) or not dims:
+        given = list(args[1] or ()) if len(args) > 1 else []
+    found = sorted(dim % dims for dim in given or range(dims)) if dims else []
+    if not found or found != list(range(dims - len(found), dims)):
         raise CannotWrite("it reduces over other than the last dimensions")
-    return dims
+    return tuple(found)
+
+
+def is_constant(node: Node) -> bool:
+    return aten_name(node) in CONSTANTS and not node.all_input_nodes
 
 
 def keeps_shape(node: Node) -> bool:
@@ -80,16 +83,12 @@ def write_kernel(
     tensors = [tensor(node) for node in nodes]
     if any(value is None or not is_static(value) for value in tensors):
         raise CannotWrite("its sizes are known only at run time")
-    main = max(outputs, key=lambda node: tensor(node).numel())  # type: ignore[union-attr]
-    shape, strides = tuple(tensor(main).shape), tensor(main).stride()  # type: ignore[union-attr]
+    main = max(outputs, key=lambda node: fake(node).numel())
+    shape, strides = tuple(fake(main).shape), fake(main).stride()
     if columns is not None:
-        for node in nodes:
-            value = tensor(node)
-            assert value is not None
-            if columns > MOST_COLUMNS:
-                raise CannotWrite(f"a row of {columns:,} numbers is longer than a tile of {MOST_COLUMNS:,}")
-        total = max(tensor(node).numel() for node in nodes)  # type: ignore[union-attr]
-        total = max([total, *(tensor(n.args[0]).numel() for n in nodes if aten_name(n) in REDUCTIONS)])  # type: ignore[union-attr]
+        if columns > MOST_COLUMNS:
+            raise CannotWrite(f"a row of {columns:,} numbers is longer than a tile of {MOST_COLUMNS:,}")
+        total = max(fake(node.args[0] if aten_name(node) in REDUCTIONS else node).numel() for node in nodes)
         return Writer(name, nodes, outputs, ((total // columns,), (columns,)), None, True).source()
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)) if shape else []
     first: KernelSource | None = None
@@ -135,8 +134,7 @@ class Writer:
         self.masks_columns = columns % block != 0
         stores = []
         for place, node in enumerate(self.outputs):
-            value = tensor(node)
-            assert value is not None
+            value = fake(node)
             index = self._own_index(node, value)
             found = self.value(node, index, ())
             offset = self._offset(index, value.stride())
@@ -215,8 +213,7 @@ class Writer:
         """Inputs read at one place alone, the one where every output is written."""
         stored = set()
         for node in self.outputs:
-            value = tensor(node)
-            assert value is not None
+            value = fake(node)
             stored.add(self._offset(self._own_index(node, value), value.stride()))
         return frozenset(
             node for node, offsets in self.reads.items() if len(stored) == 1 and offsets == stored
@@ -234,19 +231,11 @@ class Writer:
         if value is None or not is_static(value):
             raise CannotWrite("it reads what is no tensor of known sizes")
         if value.dtype not in TYPES:
-            raise CannotWrite(f"no generated code for {str(value.dtype).removeprefix('torch.')}")
-        if name in CONSTANTS and not node.all_input_nodes:
-            fill = {
-                "full": node.args[-1],
-                "zeros": 0,
-                "ones": 1,
-                "scalar_tensor": node.args[0] if node.args else 0,
-            }
-            constant = literal(fill[name], value.dtype)
-            return self._let(f"tl.full([], {constant}, tl.{register(value.dtype)})", value.dtype, node)
+            raise CannotWrite(f"there is no generated code for {str(value.dtype).removeprefix('torch.')}")
+        if is_constant(node):
+            return self._constant(0 if name == "zeros" else 1 if name == "ones" else node.args[-1], node)
         if is_view(node) and not is_result(node):
-            source, moved = seen_through(node, index, self.limits)
-            return self.value(source, moved, conditions)
+            return self.value(*seen_through(node, index, self.limits), conditions)
         if node not in self.group:
             return self._load(node, value, index, conditions)
         if name in REDUCTIONS:
@@ -255,17 +244,10 @@ class Writer:
             return self._cat(node, index, conditions)
         if name in INSETS:
             return self._inset(node, index, conditions)
+        if name == "roll":
+            return self._roll(node, index, conditions)
         if name == "arange":
-            start, step = (
-                (node.args[0], node.args[2] if len(node.args) > 2 else 1) if len(node.args) > 1 else (0, 1)
-            )
-            if not isinstance(start, int) or not isinstance(step, int):
-                raise CannotWrite("arange of what is no whole number")
-            form = index[0] * step + number(start)
-            self.splits_columns |= form.splits("y")
-            return self._let(rounded(f"({form})" if form.terms else f"tl.full([], {form}, tl.int64)", value.dtype)
-                             if not value.dtype.is_floating_point
-                             else f"({form}).to(tl.float32)", value.dtype, node)  # fmt: skip
+            return self._positions(node, index[0])
 
         def argument(one: Any) -> Value | None:
             if not isinstance(one, Node):
@@ -273,14 +255,28 @@ class Writer:
             given = tensor(one)
             if given is None:
                 raise CannotWrite("it reads a number that is known only at run time")
-            return self.value(one, _broadcast(index, given.shape), conditions)
+            return self.value(one, broadcast(index, given.shape), conditions)
 
-        return self._let(write(node, argument), value.dtype, node)
+        return self._let(write(node, argument), node)
 
-    def _let(self, text: str, dtype: torch.dtype, node: Node) -> Value:
+    def _let(self, text: str, node: Node, dtype: torch.dtype | None = None) -> Value:
         variable = f"v{len(self.lines)}"
-        self.lines.append(f"    {variable} = {text}  # {aten_name(node) or node.name}")
-        return Value(variable, dtype)
+        self.lines.append(f"    {variable} = {text}  # {aten_name(node) or node.op}")
+        return Value(variable, dtype or fake(node).dtype)
+
+    def _constant(self, number: Any, node: Node) -> Value:
+        dtype = fake(node).dtype
+        return self._let(f"tl.full([], {literal(number, dtype)}, tl.{register(dtype)})", node)
+
+    def _positions(self, node: Node, index: Form) -> Value:
+        args, dtype = tuple[Any, ...](node.args), fake(node).dtype
+        start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
+        if not isinstance(start, int) or not isinstance(step, int):
+            raise CannotWrite("arange of what is no whole number")
+        form = index * step + number(start)
+        self.splits_columns |= form.splits("y")
+        text = f"({form})" if form.terms else f"tl.full([], {form}, tl.int64)"
+        return self._let(rounded(f"{text}.to(tl.{register(dtype)})", dtype), node)
 
     def _load(
         self, node: Node, value: torch.Tensor, index: tuple[Form, ...], conditions: tuple[str, ...]
@@ -290,65 +286,47 @@ class Writer:
         self.reads.setdefault(node, set()).add(offset)
         same = (node, offset, conditions)
         if same not in self.known:
-            text = (
-                f"tl.load({pointer} + {self._address(offset)}{self._mask(offset, conditions, ', other=0')})"
-            )
-            if register(value.dtype) != TYPES[value.dtype]:
-                text += ".to(tl.float32)"
-            elif value.dtype == torch.bool:
-                text += ".to(tl.int1)"
-            variable = f"v{len(self.lines)}"
-            self.lines.append(f"    {variable} = {text}")
-            self.known[same] = Value(variable, value.dtype)
+            mask = self._mask(offset, conditions, ", other=0")
+            kind = "" if register(value.dtype) == TYPES[value.dtype] else ".to(tl.float32)"
+            kind = ".to(tl.int1)" if value.dtype == torch.bool else kind
+            self.known[same] = self._let(f"tl.load({pointer} + {self._address(offset)}{mask}){kind}", node)
         return self.known[same]
 
     def _reduction(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
-        value, name, before = tensor(node), aten_name(node), tensor(node.args[0])
-        assert value is not None and before is not None
-        dims = reduced_dims(node)
-        sizes = [before.shape[dim] for dim in dims]
+        value, name, args = fake(node), aten_name(node), tuple[Any, ...](node.args)
+        before, dims, out = fake(args[0]), reduced_dims(node), fake(node).dtype
+        sizes = tuple(before.shape[dim] for dim in dims)
         if not self.reduces or math.prod(sizes) != self.columns or conditions:
             raise CannotWrite("its rows are not those of the group")
-        if keeps_shape(node):
-            outer, last = index[:-1], index[-1]
-        else:
-            keep = value.dim() == before.dim()
-            outer, last = index[: before.dim() - len(dims)] if keep else index, None
-        if any(form.uses("y") for form in outer) or not before.dtype.is_floating_point:
-            raise CannotWrite("its row is not the tile's row, or holds whole numbers")
-        if node.kwargs.get("dtype") not in (None, value.dtype) or not value.dtype.is_floating_point:
+        if not before.dtype.is_floating_point or not out.is_floating_point:
+            raise CannotWrite("a reduction of whole numbers")
+        if node.kwargs.get("dtype") not in (None, out):
             raise CannotWrite("a reduction to another type")
-        row = (*outer, *split(COLUMN, tuple(sizes), self.limits))
-        if last is not None and last != row[-1]:
+        inner = split(COLUMN, sizes, self.limits)
+        outer = index[: before.dim() - len(dims)] if value.dim() == before.dim() else index
+        if any(form.uses("y") for form in outer) or (keeps_shape(node) and index[-1:] != inner):
             raise CannotWrite("its row is not the tile's row")
-        a = self.value(node.args[0], row, ())  # type: ignore[arg-type]
-        out = value.dtype
+        a = self.value(args[0], (*outer, *inner), ()).text
+
+        def step(text: str) -> str:
+            return self._let(text, node, torch.float32).text
+
         if name in ("sum", "mean"):
-            text = self._over("sum", a.text, "0.0")
+            text = self._over("sum", a, "0.0")
             text = text if name == "sum" else f"({text} / {self.columns})"
-            return self._let(rounded(text, out), out, node)
-        if name in ("amax", "amin"):
-            return self._let(rounded(self._extreme(a.text, name), out), out, node)
-        if name in ("_softmax", "_log_softmax"):
-            most = self._let(self._extreme(a.text, "amax"), torch.float32, node)
-            shifted = self._let(f"{a.text} - {most.text}", torch.float32, node)
-            power = self._let(f"tl.exp({shifted.text})", torch.float32, node)
-            total = self._let(self._over("sum", power.text, "0.0"), torch.float32, node)
-            text = (
-                f"{power.text} / {total.text}"
-                if name == "_softmax"
-                else f"{shifted.text} - tl.log({total.text})"
-            )
-            return self._let(rounded(text, out), out, node)
-        given = tensor(node.args[1])
-        assert given is not None
-        b = self.value(node.args[1], row, ())  # type: ignore[arg-type]
-        if name == "_softmax_backward_data":
-            product = self._let(f"{a.text} * {b.text}", torch.float32, node)
-            total = self._let(self._over("sum", product.text, "0.0"), torch.float32, node)
-            return self._let(rounded(f"{product.text} - {b.text} * {total.text}", out), out, node)
-        total = self._let(self._over("sum", a.text, "0.0"), torch.float32, node)
-        return self._let(rounded(f"{a.text} - tl.exp({b.text}) * {total.text}", out), out, node)
+        elif name in ("amax", "amin"):
+            text = self._extreme(a, name)
+        elif name in ("_softmax", "_log_softmax"):
+            shifted = step(f"{a} - {step(self._extreme(a, 'amax'))}")
+            power = step(f"tl.exp({shifted})")
+            total = step(self._over("sum", power, "0.0"))
+            text = f"({power} / {total})" if name == "_softmax" else f"({shifted} - tl.log({total}))"
+        else:  # the gradient of one of them, from that of its result and the result
+            b = self.value(args[1], (*outer, *inner), ()).text
+            factor = f"{a} * {b}" if name == "_softmax_backward_data" else a
+            total = step(self._over("sum", step(factor), "0.0"))
+            text = f"({b} * ({a} - {total}))" if factor != a else f"({a} - tl.exp({b}) * {total})"
+        return self._let(rounded(text, out), node)
 
     def _over(self, how: str, text: str, neutral: str) -> str:
         if self.masks_columns:
@@ -366,144 +344,72 @@ class Writer:
         return f'tl.where({missing} > 0, float("nan"), {self._over(how, text, neutral)})'
 
     def _cat(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
-        value = tensor(node)
-        assert value is not None
-        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % value.dim()  # type: ignore[operator]
-        pieces = [one for one in node.args[0] if tensor(one).shape != (0,)]  # type: ignore[union-attr]
+        value, args = fake(node), tuple[Any, ...](node.args)
+        dim = argument_of(node, 1, "dim", 0) % value.dim()
+        pieces = [one for one in args[0] if fake(one).shape != (0,)]
+        if any(fake(one).dtype != value.dtype for one in pieces):
+            raise CannotWrite("it joins tensors of different types")
+        begin, text = value.shape[dim], ""
         for one in reversed(pieces):
-            piece = tensor(one)
-            assert piece is not None
-            if piece.dtype != value.dtype:
-                raise CannotWrite("it joins tensors of different types")
-        sizes = [tensor(one).shape[dim] for one in pieces]  # type: ignore[union-attr]
-        begin, text = sum(sizes), ""
-        for one, size in zip(reversed(pieces), reversed(sizes), strict=True):
-            begin -= size
-            within = _within(index[dim], begin, begin + size, value.shape[dim])
-            if within is None:
+            end, begin = begin, begin - fake(one).shape[dim]
+            limits = within(index[dim], begin, end, value.shape[dim])
+            if limits is None:
                 continue
-            moved = (*index[:dim], index[dim] + number(-begin), *index[dim + 1 :])
-            found = self.value(one, moved, (*conditions, *within))
-            if not within:
+            found = self.value(one, moved(index, dim, -begin), (*conditions, *limits))
+            if not limits:
                 return found
-            text = f"tl.where({' & '.join(within)}, {found.text}, {text})" if text else found.text
-        return self._let(text, value.dtype, node)
+            text = f"tl.where({' & '.join(limits)}, {found.text}, {text})" if text else found.text
+        return self._let(text, node)
+
+    def _roll(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+        args = tuple[Any, ...](node.args)
+        shifts, dims = list(args[1]), list(args[2]) if len(args) > 2 else []
+        if len(shifts) != 1 or len(dims) != 1:
+            raise CannotWrite("roll over several dimensions")
+        dim = dims[0] % len(index)
+        size = fake(node).shape[dim]
+        by, text = shifts[0] % size, ""
+        for start, end, step in ((0, by, size - by), (by, size, -by)):
+            limits = within(index[dim], start, end, size)
+            if limits is None or start == end:
+                continue
+            found = self.value(args[0], moved(index, dim, step), (*conditions, *limits))
+            text = f"tl.where({' & '.join(limits)}, {found.text}, {text})" if text and limits else found.text
+        return self._let(text, node)
 
     def _inset(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
         """A tensor written into a part of another one, or of a constant."""
-        value = tensor(node)
-        assert value is not None
-        name, fill, inner, rest = aten_name(node), 0, node.args[0], None
-        moved, within, cuts = list(index), [], []
+        value, name, args = fake(node), aten_name(node), tuple[Any, ...](node.args)
+        inner, rest, fill = args[0], None, 0
+        cuts: list[tuple[int, int, int]] = []
         if name == "constant_pad_nd":
-            padding = list(node.args[1])  # type: ignore[arg-type]
-            fill = node.args[2] if len(node.args) > 2 else 0
-            if min(padding) < 0:
+            fill = args[2] if len(args) > 2 else 0
+            if min(args[1]) < 0:
                 raise CannotWrite("negative padding")
-            for place in range(len(padding) // 2):
+            for place, (left, right) in enumerate(zip(args[1][::2], args[1][1::2], strict=True)):
                 dim = value.dim() - 1 - place
-                cuts.append((dim, padding[2 * place], value.shape[dim] - padding[2 * place + 1]))
+                cuts.append((dim, left, value.shape[dim] - right))
         else:
-            dim, start, *more = node.args[2:] if len(node.args) > 3 else (*node.args[2:], 0, None)
+            dim, start, *more = args[2:] if len(args) > 3 else (*args[2:], 0)
             dim, size = dim % value.dim(), value.shape[dim]
             if len(more) > 1 and more[1] != 1:
                 raise CannotWrite(f"{name} with a step")
             start = min(max(start + size if start is not None and start < 0 else start or 0, 0), size)
             if name == "slice_scatter":
-                rest, inner = self.value(inner, index, conditions), node.args[1]  # type: ignore[arg-type]
-            length = 1 if name == "select_backward" else tensor(inner).shape[dim]  # type: ignore[union-attr]
-            cuts.append((dim, start, start + length))
-        if rest is None:
-            constant = f"tl.full([], {literal(fill, value.dtype)}, tl.{register(value.dtype)})"
-            rest = self._let(constant, value.dtype, node)
-        given = tensor(inner)
-        if given is None or given.dtype != value.dtype:
+                rest, inner = self.value(inner, index, conditions), args[1]
+            cuts.append((dim, start, start + (1 if name == "select_backward" else fake(inner).shape[dim])))
+        if fake(inner).dtype != value.dtype:
             raise CannotWrite("it joins tensors of different types")
+        rest = rest or self._constant(fill, node)
+        limits: list[str] = []
         for dim, start, end in cuts:
-            moved[dim] = index[dim] + number(-start)
-            cut = _within(index[dim], start, end, value.shape[dim])
+            cut = within(index[dim], start, end, value.shape[dim])
             if cut is None:
                 return rest
-            within += cut
+            index, limits = moved(index, dim, -start), limits + cut
         if name == "select_backward":
-            del moved[cuts[0][0]]
-        found = self.value(inner, tuple(moved), (*conditions, *within))  # type: ignore[arg-type]
-        if not within:
+            index = (*index[: cuts[0][0]], *index[cuts[0][0] + 1 :])
+        found = self.value(inner, index, (*conditions, *limits))
+        if not limits:
             return found
-        return self._let(f"tl.where({' & '.join(within)}, {found.text}, {rest.text})", value.dtype, node)
-
-
-def _within(form: Form, start: int, end: int, size: int) -> list[str] | None:
-    """The conditions under which start <= form < end; none where it always is, None where it never is."""
-    if not form.terms:
-        return [] if start <= form.constant < end else None
-    return [f"({form} >= {start})"] * (start > 0) + [f"({form} < {end})"] * (end < size)
-
-
-def _broadcast(index: tuple[Form, ...], shape: Sequence[int]) -> tuple[Form, ...]:
-    """The index in an argument of this shape."""
-    kept = index[len(index) - len(shape) :] if len(shape) else ()
-    return tuple(number(0) if size == 1 else form for form, size in zip(kept, shape, strict=True))
-
-
-def seen_through(
-    view: Node, index: tuple[Form, ...], limits: dict[str, int]
-) -> tuple[Node, tuple[Form, ...]]:
-    """Which element of its source a view shows at this index."""
-    source, name, args = view.args[0], aten_name(view), view.args
-    assert isinstance(source, Node)
-    if not name:  # a piece of a split
-        place, whole = args[1], source.args[0]
-        assert isinstance(place, int) and isinstance(whole, Node)
-        before, kind = tensor(whole), aten_name(source)
-        pieces = source.meta["val"]
-        if before is None or not is_view(source):
-            raise CannotWrite("it reads one of several results")
-        dim = (
-            (source.args[1] if kind == "unbind" else source.args[2])
-            if len(source.args) > (kind != "unbind") + 1
-            else 0
-        )
-        dim = dim % before.dim()  # type: ignore[operator]
-        if kind == "unbind":
-            return whole, (*index[:dim], number(place), *index[dim:])
-        start = sum(piece.shape[dim] for piece in pieces[:place])
-        return whole, (*index[:dim], index[dim] + number(start), *index[dim + 1 :])
-    value, before = tensor(view), tensor(source)
-    if value is None or before is None or not is_static(before):
-        raise CannotWrite("it reads a view of unknown sizes")
-    shape, dims = value.shape, before.dim()
-    if name in ("detach", "alias"):
-        return source, index
-    if name in ("view", "_unsafe_view"):
-        if value.dtype != before.dtype:
-            raise CannotWrite("it reads bits as another type")
-        total, step = Form(), 1
-        for form, size in zip(reversed(index), reversed(shape), strict=True):
-            total, step = total + form * step, step * size
-        return source, split(total, tuple(before.shape), limits)
-    if name in ("permute", "transpose", "t"):
-        order = list(range(dims))
-        if name == "permute":
-            order = [dim % dims for dim in args[1]]  # type: ignore[union-attr, operator]
-        elif dims > 1:
-            one, two = (args[1] % dims, args[2] % dims) if name == "transpose" else (0, 1)  # type: ignore[operator]
-            order[one], order[two] = order[two], order[one]
-        moved = dict(zip(order, index, strict=True))
-        return source, tuple(moved[dim] for dim in range(dims))
-    if name == "expand":
-        return source, _broadcast(index, before.shape)
-    if name in ("unsqueeze", "squeeze"):
-        forms = iter(form for form, size in zip(index, shape, strict=True) if size != 1)
-        return source, tuple(number(0) if size == 1 else next(forms) for size in before.shape)
-    if name in ("slice", "select"):
-        dim = (args[1] if len(args) > 1 else 0) % dims  # type: ignore[operator]
-        size, start = before.shape[dim], args[2] if len(args) > 2 and args[2] is not None else 0
-        if not isinstance(start, int):
-            raise CannotWrite("it reads a part that is known only at run time")
-        start = min(max(start + size if start < 0 else start, 0), size)
-        if name == "select":
-            return source, (*index[:dim], number(start), *index[dim:])
-        step = args[4] if len(args) > 4 else 1
-        return source, (*index[:dim], index[dim] * step + number(start), *index[dim + 1 :])  # type: ignore[operator]
-    raise CannotWrite(f"it reads through {name}")
+        return self._let(f"tl.where({' & '.join(limits)}, {found.text}, {rest.text})", node)

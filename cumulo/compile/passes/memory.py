@@ -1,5 +1,5 @@
-"""When each tensor of a graph lives, and whose memory a result may take. The writer of the graph's function asks; the
-report prints the peak before and after.
+"""When each tensor of a graph lives, and whose memory a result may take. The writer of the graph's function asks;
+the report prints the peak before and after.
 """
 
 from collections import defaultdict
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from cumulo.compile.passes.clean import returned
-from cumulo.compile.passes.facts import base_of, hint, is_static, is_view, node_bytes, tensor
+from cumulo.compile.passes.facts import base_of, fake, hint, is_static, is_view, node_bytes, tensor
 from cumulo.compile.passes.groups import Group
 
 
@@ -67,8 +67,7 @@ def plan_memory(before: int, steps: Sequence[Step], graph: Graph) -> MemoryPlan:
         spent: set[Node] = set()
         if step.group is not None:
             for node in step.group.outputs:
-                value = tensor(node)
-                assert value is not None
+                value = fake(node)
                 if not _is_dense(value):
                     continue
                 for one in dying:
@@ -88,15 +87,14 @@ def plan_memory(before: int, steps: Sequence[Step], graph: Graph) -> MemoryPlan:
                         takes[node] = waiting.pop()
         for one in dying:
             if is_free_to_take(one) and one not in spent:
-                given = tensor(one)
-                assert given is not None
+                given = fake(one)
                 free[_kind(given)].append(one)
     return MemoryPlan(before, peak_bytes(steps, graph, takes), takes, frozenset(in_place))
 
 
 def peak_bytes(steps: Sequence[Step], graph: Graph, takes: dict[Node, Node] | None = None) -> int:
-    """The most bytes that live at once of what the steps make. What is returned lives to the end; memory that a later
-    result will take stays."""
+    """The most bytes that live at once of what the steps make. What is returned lives to the end; memory that a
+    later result will take stays."""
     takes, kept = takes or {}, returned(graph)
     last = _last_reads(steps)
     heirs, made = set(takes.values()), set()
@@ -130,10 +128,11 @@ def _pinned(steps: Sequence[Step]) -> set[Node]:
         if step.group is None:
             for node in step.nodes:
                 target = node.target
-                known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
                 if is_view(node):
                     continue
-                if not known or any(one.alias_info is not None for one in target._schema.returns):  # type: ignore[union-attr]
+                known = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+                returns = getattr(getattr(target, "_schema", None), "returns", ())
+                if not known or any(one.alias_info is not None for one in returns):
                     found.update(map(base_of, step.reads))
                     found.update(step.nodes)
     return found

@@ -1,7 +1,7 @@
 """How one element of an aten operation is computed in Triton: a table of operations, and the casts around them.
 
-The writer of kernels calls `write`. Registers hold half-precision numbers as float32, rounded after each operation as
-eager PyTorch rounds its results; integers wrap and NaN spreads as in PyTorch.
+The writer of kernels calls `write`. Registers hold half-precision numbers as float32, rounded after each operation
+as eager PyTorch rounds its results; integers wrap and NaN spreads as in PyTorch.
 """
 
 import math
@@ -78,8 +78,8 @@ _MAXIMUM = "tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
 _MINIMUM = "tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
 _FLOAT = {
     "div": "({a} / {b})", "reciprocal": "(1.0 / {a})", "sqrt": "tl.sqrt({a})", "rsqrt": "tl.rsqrt({a})",
-    "exp": "tl.exp({a})", "log": "tl.log({a})", "exp2": "tl.exp2({a})", "log2": "tl.log2({a})", "sin": "tl.sin({a})",
-    "cos": "tl.cos({a})", "erf": "tl.erf({a})", "sigmoid": "tl.sigmoid({a})", "silu": "({a} * tl.sigmoid({a}))",
+    "exp": "tl.exp({a})", "log": "tl.log({a})", "exp2": "tl.exp2({a})", "log2": "tl.log2({a})",
+    "sin": "tl.sin({a})", "cos": "tl.cos({a})", "erf": "tl.erf({a})", "sigmoid": "tl.sigmoid({a})", "silu": "({a} * tl.sigmoid({a}))",
     "silu_backward": "({a} * tl.sigmoid({b}) * (1.0 + {b} * (1.0 - tl.sigmoid({b}))))",
     "sigmoid_backward": "({a} * (1.0 - {b}) * {b})", "tanh_backward": "({a} * (1.0 - {b} * {b}))",
 }  # fmt: skip

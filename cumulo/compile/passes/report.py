@@ -74,9 +74,7 @@ class GraphReport:
     def summary(self) -> str:
         saved = self.before.traffic_bytes - self.after.traffic_bytes
         change = (
-            f"{quantity(saved, 'bytes')} less traffic"
-            if saved >= 0
-            else f"{quantity(-saved, 'bytes')} more traffic"
+            f"{quantity(saved, 'B')} less traffic" if saved >= 0 else f"{quantity(-saved, 'B')} more traffic"
         )
         return (
             f"{self.stage}: {self.operations_before} operations became {self.kernels_after} kernels; {change}"
@@ -159,3 +157,71 @@ def draw_steps(steps: Sequence[Step]) -> tuple[DrawnNode, ...]:
             )
         )  # fmt: skip
     return tuple(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where dynamo left the graph, and why."""
+
+    why: str
+    line: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds of a call: eager, compiled, and the first one, which compiles."""
+
+    eager_s: float
+    compiled_s: float
+    first_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    model: str
+    device: str
+    graphs: tuple[GraphReport, ...]
+    breaks: tuple[Break, ...]
+    recompiles: tuple[str, ...]  # which guard failed, of each graph that was compiled again
+    difference: float  # from eager, against the largest number of a tensor
+    speed: Speed
+    bytes_per_s: float
+    flops_per_s: float
+
+    def predicted_s(self, before: bool = False) -> float:
+        """By a roofline: each operation takes as long as its bytes or its FLOPs, whichever is longer."""
+        works = [graph.before if before else graph.after for graph in self.graphs]
+        return sum(
+            max(moved / self.bytes_per_s, flops / self.flops_per_s)
+            for work in works
+            for moved, flops in work.operations
+        )
+
+    def to_text(self) -> str:
+        lines = [graph.summary for graph in self.graphs]
+        lines += [
+            f"time of a call: eager {quantity(self.speed.eager_s, 's')} (predicted "
+            f"{quantity(self.predicted_s(before=True), 's')}), compiled {quantity(self.speed.compiled_s, 's')} "
+            f"(predicted {quantity(self.predicted_s(), 's')}); the first call took {quantity(self.speed.first_s, 's')}",
+            f"largest difference from eager: {self.difference:.1e} of a tensor's largest number",
+        ]
+        for graph in self.graphs:
+            lines += ["", f"{graph.stage}: fused"]
+            for name, times, operations, saved in graph.patterns():
+                lines.append(
+                    f"  {times} × {name}: {operations} operations, {quantity(saved, 'B')} less traffic"
+                )
+            lines.append(f"{graph.stage}: these could not fuse, because")
+            lines += [
+                f"  {count} × {why}{f' ({line})' if line else ''}" for why, count, line in graph.reasons()
+            ]
+            lines.append(
+                f"{graph.stage}: peak memory {quantity(graph.peak_before_bytes, 'B')} before, "
+                f"{quantity(graph.peak_after_bytes, 'B')} after; {quantity(graph.reused_bytes, 'B')} reused, "
+                f"{graph.in_place} results in place"
+            )
+        for one in self.breaks:
+            lines += ["", f"the graph breaks at {one.line}: {one.why}", f"  {one.code}"]
+        lines += [f"compiled again: {why}" for why in self.recompiles]
+        return "\n".join(lines)
