@@ -81,6 +81,15 @@ def address(argument: Any) -> int:
     return int(argument)
 
 
+def described(argument: Any) -> list[Any]:
+    """A tensor descriptor made on the host, as the arguments that Triton's rewrite to pointers makes of it."""
+    place = [*argument.shape, *argument.strides]
+    flags = [argument.padding == "nan"] if hasattr(argument, "padding") else []
+    if hasattr(argument, "round_f32_to_tf32"):
+        flags.append(argument.round_f32_to_tf32)
+    return [address(argument.base), *place, *flags, *place]
+
+
 class CpuLauncher:
     """Calls a loaded kernel. The function is written for its signature: a launch costs a few microseconds."""
 
@@ -88,17 +97,11 @@ class CpuLauncher:
         parameters = [f"p{place}" for place in range(len(source.signature))]
         flat = [item for kind, name in zip(source.signature.values(), parameters, strict=True)
                 for item in _flat(kind, name)]  # fmt: skip
-        for kind, name in flat:
-            if kind.startswith("tensordesc"):
-                from cumulo.compile.backend.ttir import KernelRefused
-
-                number = list(source.signature)[int(name.partition("[")[0][1:])]
-                raise KernelRefused(f"the argument {number!r} is a tensor descriptor made on the host: pass the tensor, "
-                                    "and make the descriptor in the kernel with tl.make_tensor_descriptor")  # fmt: skip
         self._types = [ctypes.c_int] * 4 + [ctypes.c_void_p]
         self._types += [_C_TYPES.get(kind, ctypes.c_void_p) for kind in metadata.arguments]
-        values = ", ".join(f"address({name})" if kind.startswith("*") else name for kind, name in flat)
-        scope: dict[str, Any] = {"address": address, "prepare": self._prepare, "failed": self._failed}
+        read = {"*": "address({})", "t": "*described({})"}  # a pointer, a tensordesc<...>
+        values = ", ".join(read.get(kind[0], "{}").format(name) for kind, name in flat)
+        scope: dict[str, Any] = {"address": address, "described": described, "prepare": self._prepare, "failed": self._failed}
         import torch
 
         scope["threads"] = torch.get_num_threads
