@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.base.report import Row, grid
 from cumulo.cli.shared.options import JsonOption
 from cumulo.cli.shared.terminal import dim, present, read_text, save, unwrapped, working
@@ -83,8 +84,19 @@ def stages(
     chosen = {"num_warps": warps, "num_stages": num_stages, "maxnreg": registers}
     options = {name: value for name, value in chosen.items() if value is not None}
     with working(f"compiling {kernel} for {target}"):
-        one = record(find_launch(kernel, types, values, options), target)
-        other = None if diff is None else _other(diff, types, values, options, target)
+        with_kernel = diff is not None and not diff.endswith(".json")  # then a name may be meant for either
+        launch = find_launch(kernel, types, values, options, if_there=with_kernel)
+        other = None
+        if with_kernel:
+            second = find_launch(str(diff), types, values, options, if_there=True)
+            both = {**launch.signature, **second.signature}
+            for name in (*types, *values):
+                if name not in both:
+                    raise ConfigError(f"neither kernel has an argument {name}{did_you_mean(name, both)}")
+            other = record(second, target)
+        elif diff is not None:
+            other = _kept(Path(diff))
+        one = record(launch, target)
         verdict = judge(one)
     rows = [
         Row(f"{finding.kind} in line {finding.line}", finding.cost, note=finding.text)
@@ -128,15 +140,10 @@ def _pairs(told: list[str] | None, option: str) -> dict[str, str]:
     return pairs
 
 
-def _other(
-    named: str, types: dict[str, str], values: dict[str, str], options: dict[str, int], target: str
-) -> "StagesRecord":
-    from cumulo.compile.stages.launch import find_launch
-    from cumulo.compile.stages.record import record, record_of_json
+def _kept(path: Path) -> "StagesRecord":
+    from cumulo.compile.stages.record import record_of_json
 
-    if not named.endswith(".json"):
-        return record(find_launch(named, types, values, options), target)
     try:
-        return record_of_json(json.loads(read_text(Path(named)))["record"])
+        return record_of_json(json.loads(read_text(path))["record"])
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{named} is no record of `cumulo compile stages --json`") from None
+        raise ConfigError(f"{path} is no record of `cumulo compile stages --json`") from None

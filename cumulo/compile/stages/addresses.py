@@ -170,7 +170,7 @@ class _Player:
 
 
 def _ways(addresses: Lanes, size: int) -> int:
-    """Of one warp: 8- and 16-byte accesses go by halves and quarters; equal words are read once."""
+    """How often one warp repeats it: 8- and 16-byte accesses go by halves and quarters, equal words are read once."""
     part = (
         max(1, len(addresses) // max(1, min(len(addresses) * size // 128, len(addresses))))
         if size > 4

@@ -132,11 +132,16 @@ def unplain(value: Any) -> Any:
 
 # -- what a user names --------------------------------------------------------------------------------------------
 def find_launch(
-    named: str, types: Mapping[str, str], numbers: Mapping[str, str], options: Mapping[str, int]
+    named: str,
+    types: Mapping[str, str],
+    numbers: Mapping[str, str],
+    options: Mapping[str, int],
+    if_there: bool = False,
 ) -> KernelLaunch:
-    """`named`: one of ours, or FILE.py:FUNCTION. `types` and `numbers`: what `--arg` and `--set` said."""
+    """`named`: one of ours, or FILE.py:FUNCTION. `types` and `numbers`: what `--arg` and `--set` said;
+    with `if_there`, of the arguments that this kernel has."""
     if ".py" in named or "/" in named:
-        launch = _of_file(named, types, numbers)
+        launch = _of_file(named, types, numbers, if_there)
     else:
         ours = recorded()
         if named not in ours:
@@ -145,12 +150,17 @@ def find_launch(
                 raise ConfigError(f"{named} has {len(inside)} kernels; name one: {', '.join(inside)}")
             hint = did_you_mean(named, ours, otherwise="; `cumulo compile kernels` lists them")
             raise ConfigError(f"there is no kernel {named}{hint} A kernel of yours is FILE.py:FUNCTION.")
-        launch = _changed(ours[named], types, numbers)
+        launch = _changed(ours[named], types, numbers, if_there)
     return replace(launch, options={**launch.options, **options})
 
 
-def _changed(launch: KernelLaunch, types: Mapping[str, str], numbers: Mapping[str, str]) -> KernelLaunch:
+def _changed(
+    launch: KernelLaunch, types: Mapping[str, str], numbers: Mapping[str, str], if_there: bool
+) -> KernelLaunch:
     """With other types and constants."""
+    if if_there:
+        types = {name: told for name, told in types.items() if name in launch.signature}
+        numbers = {name: told for name, told in numbers.items() if name in launch.signature}
     for name in (*types, *numbers):
         if name not in launch.signature:
             raise ConfigError(f"{launch.name} has no argument {name}{did_you_mean(name, launch.signature)}")
@@ -229,7 +239,9 @@ def _where(error: Exception, file: str) -> str:
     return f"line {line}: {type(error).__name__}: {error}"
 
 
-def _of_file(named: str, types: Mapping[str, str], numbers: Mapping[str, str]) -> KernelLaunch:
+def _of_file(
+    named: str, types: Mapping[str, str], numbers: Mapping[str, str], if_there: bool
+) -> KernelLaunch:
     file, _, name = named.rpartition(":")
     if not file:
         raise ConfigError(f"{named}: name a kernel of the file, as in {named}:FUNCTION")
@@ -254,7 +266,7 @@ def _of_file(named: str, types: Mapping[str, str], numbers: Mapping[str, str]) -
     launch = KernelLaunch(
         f"{Path(file).stem}:{name}", signature, constants, file=file, guessed=tuple(guessed)
     )
-    launch = _changed(launch, types, numbers)
+    launch = _changed(launch, types, numbers, if_there)
     pointers = [index for index, kind in enumerate(launch.signature.values()) if kind.startswith("*")]
     aligned = {str(index): [["tt.divisibility", 16]] for index in pointers}
     return replace(launch, attributes=aligned)

@@ -27,7 +27,7 @@ _RESERVED = 1 << 10  # bytes of shared memory that each block costs beside its o
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Waste:
     """Something that costs time, and where."""
 
     kind: str
@@ -77,7 +77,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    findings: list[Finding]
+    findings: list[Waste]
     traffic: list[Traffic]
     occupancy: Occupancy | None
     work: Work | None
@@ -201,21 +201,21 @@ def _flops(lines: list[str], warps: int) -> tuple[float, bool]:
 
 def _findings(
     one: StagesRecord, traffic: list[Traffic], occupancy: Occupancy | None, matrix: dict[str, int]
-) -> Iterator[Finding]:
+) -> Iterator[Waste]:
     used = one.resources
     if spilled := used.spill_store_bytes + used.spill_load_bytes:
         text = (
             f"registers spill: {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded per "
             f"thread, with {used.registers} registers. Smaller tiles or more warps need fewer."
         )
-        yield Finding("spills", 0, text, 2.0 + spilled / 64)
+        yield Waste("spills", 0, text, 2.0 + spilled / 64)
     for row in traffic:
         where = "store" if row.is_store else "load"
         if row.space == "shared" and row.ways > 1:
             text = (
                 f"shared-memory {where} with {row.ways}-way bank conflicts: it is repeated {row.ways} times."
             )
-            yield Finding("bank conflicts", row.line, text, float(row.ways))
+            yield Waste("bank conflicts", row.line, text, float(row.ways))
         elif row.space == "global" and row.judged and row.touched_sectors >= 4:
             if row.efficiency <= 0.5:
                 text = (
@@ -223,29 +223,29 @@ def _findings(
                     f"{row.efficiency * SECTOR:.0f} bytes are used. Neighbouring threads should reach neighbouring "
                     "addresses."
                 )
-                yield Finding("uncoalesced", row.line, text, 1 / row.efficiency)
+                yield Waste("uncoalesced", row.line, text, 1 / row.efficiency)
             elif row.requested_sectors >= 2 * row.touched_sectors >= _MANY:
                 times = row.requested_sectors / row.touched_sectors
                 text = (
                     f"this {where} asks for each sector {times:.0f} times: {row.count} × {row.instruction}."
                 )
-                yield Finding("repeated requests", row.line, text, 1 + times / 8)
+                yield Waste("repeated requests", row.line, text, 1 + times / 8)
     ttgir = one.stage("ttgir")
     if ttgir is not None and "tt.dot" in ttgir.text and not matrix:
-        yield Finding("no matrix unit", 0, "a product of tiles is computed without matrix instructions.", 8.0)
+        yield Waste("no matrix unit", 0, "a product of tiles is computed without matrix instructions.", 8.0)
     llir = one.stage("llir")
     if llir is not None and re.search(r"\bf(add|mul|div|sub) double\b", llir.text):
-        yield Finding("float64", 0, "some arithmetic is in float64, which most GPUs do slowly.", 4.0)
+        yield Waste("float64", 0, "some arithmetic is in float64, which most GPUs do slowly.", 4.0)
     # Products of tiles keep matrix units busy from few warps.
     if occupancy is not None and occupancy.share < 0.25 and not matrix:
         text = (
             f"{occupancy.share:.0%} of a multiprocessor's warps fit at once ({occupancy.blocks} blocks), "
             f"limited by {occupancy.limit}: little hides the time of memory."
         )
-        yield Finding("low occupancy", 0, text, 1.5)
+        yield Waste("low occupancy", 0, text, 1.5)
 
 
-def _summary(one: StagesRecord, findings: list[Finding], work: Work | None) -> str:
+def _summary(one: StagesRecord, findings: list[Waste], work: Work | None) -> str:
     parts = []
     example = _EXAMPLE.get(one.target)
     if work is not None and work.bytes and work.whole and example is not None:
