@@ -170,12 +170,8 @@ class _Player:
 
 
 def _ways(addresses: Lanes, size: int) -> int:
-    """How often one warp repeats it: 8- and 16-byte accesses go by halves and quarters, equal words are read once."""
-    part = (
-        max(1, len(addresses) // max(1, min(len(addresses) * size // 128, len(addresses))))
-        if size > 4
-        else 32
-    )
+    """How often one warp repeats an access: 8 and 16 bytes go by halves and quarters, equal words are read once."""
+    part = 32 if size <= 4 else 128 // size
     worst = 1
     for begin in range(0, len(addresses), part):
         within = np.arange(max(1, size // 4), dtype=np.uint64)
