@@ -101,7 +101,7 @@ def fold_constants(module: GraphModule, notes: Notes) -> GraphModule:
             real = pytree.tree_map(
                 lambda one: known.get(one, one) if isinstance(one, Node) else one, [*node.args]
             )
-            known[node] = node.target(*real, **node.kwargs)  # type: ignore[operator]
+            known[node] = node.target(*real, **node.kwargs)
 
     def is_read(node: Node) -> bool:
         return any(user not in known for user in node.users)

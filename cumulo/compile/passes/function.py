@@ -193,7 +193,7 @@ class _Writer:
             return
         if is_shortcut(node):
             base, view, source = shown_tensor(node), fake(node), fake(shown_tensor(node))
-            offset = view.storage_offset() - source.storage_offset()  # type: ignore[operator]
+            offset = view.storage_offset() - source.storage_offset()
             self.line(
                 f"{node.name} = g_view({base.name}, {tuple(view.shape)}, {tuple(view.stride())}, {offset})"
             )

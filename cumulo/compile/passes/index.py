@@ -84,13 +84,13 @@ def _part(form: Form, stride: int, size: int | None, limits: dict[str, int]) -> 
             high = tuple((atom, factor // divisor) for atom, factor in terms[:count])
             return _part(Form(high, form.constant // divisor), stride // divisor, size, limits)
     if size is not None:
-        # What is a multiple of stride * size goes away, if the remainder stays within it.
+        # Multiples of stride * size go away; so does the remainder, where the rest stays within it.
         period = stride * size
         kept = Form(tuple(term for term in form.terms if term[1] % period), form.constant % period)
         most = _most(kept, limits)
+        if most is not None and kept != form:
+            return _part(kept, stride, size, limits)
         if most is not None and most < period:
-            if len(kept.terms) < len(form.terms) or kept.constant != form.constant:
-                return _part(kept, stride, size, limits)
             size = None
     if stride == 1 and size is None:
         return form

@@ -286,10 +286,14 @@ class Writer:
         self.reads.setdefault(node, set()).add(offset)
         same = (node, offset, conditions)
         if same not in self.known:
-            mask = self._mask(offset, conditions, ", other=0")
+            mask, where = self._mask(offset, conditions, ", other=0"), self._address(offset)
+            # A mask is never wider than its pointers.
+            for variable in "xy":
+                if not offset.uses(variable) and any(variable in one for one in conditions):
+                    where += f" + {variable} * 0"
             kind = "" if register(value.dtype) == TYPES[value.dtype] else ".to(tl.float32)"
             kind = ".to(tl.int1)" if value.dtype == torch.bool else kind
-            self.known[same] = self._let(f"tl.load({pointer} + {self._address(offset)}{mask}){kind}", node)
+            self.known[same] = self._let(f"tl.load({pointer} + {where}{mask}){kind}", node)
         return self.known[same]
 
     def _reduction(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:

@@ -1,5 +1,5 @@
-"""`compile_model`: a model through backend="cumulo" and back as a report: graphs, reasons, breaks, predicted next to
-measured time. `cumulo compile model` calls it for the built-in model, a model's files, or FILE.py:NAME."""
+"""`compile_model`: a model through backend="cumulo" and back as a report: graphs, reasons, breaks, predicted next
+to measured time. `cumulo compile model` calls it for the built-in model, a model's files, or FILE.py:NAME."""
 
 import importlib.util
 import statistics
@@ -19,7 +19,8 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.compile.passes.compiler import cumulo, recording
 from cumulo.compile.passes.report import Break, CompileReport, Speed
 from cumulo.errors import ConfigError, ModelError
-from cumulo.models.decoder import Decoder
+from cumulo.models.attention import Attention
+from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.files.load import load_model
 
 RUNS = 5
@@ -40,6 +41,7 @@ class WholeSequences(nn.Module):
         x = decoder.embed.rows(token_ids.flatten())
         rotation = decoder.rotary.rotation_at(torch.arange(length, device=x.device).repeat(batch))
         for layer in decoder.layers:
+            assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
             attention = layer.attention
             query, key, value = (
                 one.unflatten(0, (batch, length)).transpose(1, 2)
@@ -51,11 +53,12 @@ class WholeSequences(nn.Module):
             )
             x = x + attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
             x = x + layer.ffn(layer.ffn_norm(x))
-        return decoder.logits(decoder.final_norm(x)).unflatten(0, (batch, length))
+        logits: Tensor = decoder.logits(decoder.final_norm(x))
+        return logits.unflatten(0, (batch, length))
 
 
 def compile_model(
-    source: str | None | Callable[..., Any] = None,
+    source: str | Callable[..., Any] | None = None,
     inputs: Sequence[tuple[Any, ...]] = (),
     *,
     training: bool = False,
@@ -86,7 +89,7 @@ def compile_model(
 
 
 def _open(
-    source: str | None | Callable[..., Any], inputs: Sequence[tuple[Any, ...]], tokens: int, dtype: torch.dtype,
+    source: str | Callable[..., Any] | None, inputs: Sequence[tuple[Any, ...]], tokens: int, dtype: torch.dtype,
     device: str,
 ) -> tuple[Callable[..., Any], Sequence[tuple[Any, ...]], str]:  # fmt: skip
     if callable(source):
@@ -150,10 +153,9 @@ def _training_step(model: Callable[..., Any]) -> Callable[..., Any]:
         outputs = _tensors(model(*inputs))
         graded = [one for one in outputs if one.requires_grad]
         module = getattr(model, "_orig_mod", model)
-        leaves = (
-            [one for one in module.parameters() if one.requires_grad] if isinstance(module, nn.Module) else []
-        )
-        leaves += [one for one in inputs if isinstance(one, Tensor) and one.requires_grad]
+        parameters = module.parameters() if isinstance(module, nn.Module) else ()
+        given = [one for one in inputs if isinstance(one, Tensor)]
+        leaves: list[Tensor] = [one for one in (*parameters, *given) if one.requires_grad]
         if not graded or not leaves:
             raise ConfigError("nothing to train: no result of the model has a gradient; leave out training")
         loss = sum(one.float().square().mean() for one in graded)

@@ -79,7 +79,8 @@ _MINIMUM = "tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
 _FLOAT = {
     "div": "({a} / {b})", "reciprocal": "(1.0 / {a})", "sqrt": "tl.sqrt({a})", "rsqrt": "tl.rsqrt({a})",
     "exp": "tl.exp({a})", "log": "tl.log({a})", "exp2": "tl.exp2({a})", "log2": "tl.log2({a})",
-    "sin": "tl.sin({a})", "cos": "tl.cos({a})", "erf": "tl.erf({a})", "sigmoid": "tl.sigmoid({a})", "silu": "({a} * tl.sigmoid({a}))",
+    "sin": "tl.sin({a})", "cos": "tl.cos({a})", "erf": "tl.erf({a})", "sigmoid": "tl.sigmoid({a})",
+    "silu": "({a} * tl.sigmoid({a}))",
     "silu_backward": "({a} * tl.sigmoid({b}) * (1.0 + {b} * (1.0 - tl.sigmoid({b}))))",
     "sigmoid_backward": "({a} * (1.0 - {b}) * {b})", "tanh_backward": "({a} * (1.0 - {b} * {b}))",
 }  # fmt: skip
@@ -218,5 +219,5 @@ def _tanh(x: str) -> str:
 
 
 def _promoted(node: Node) -> torch.dtype:
-    left, right = (tensor(one) if isinstance(one, Node) else one for one in node.args[:2])
-    return torch.result_type(left, right)
+    pair: list[Any] = [tensor(one) if isinstance(one, Node) else one for one in node.args[:2]]
+    return torch.result_type(*pair)

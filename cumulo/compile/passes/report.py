@@ -5,6 +5,7 @@ compiler makes a GraphReport of each graph; `cumulo compile MODEL` prints a Comp
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -199,11 +200,12 @@ class CompileReport:
         )
 
     def to_text(self) -> str:
+        speed, seconds = self.speed, partial(quantity, unit="s")
         lines = [graph.summary for graph in self.graphs]
         lines += [
-            f"time of a call: eager {quantity(self.speed.eager_s, 's')} (predicted "
-            f"{quantity(self.predicted_s(before=True), 's')}), compiled {quantity(self.speed.compiled_s, 's')} "
-            f"(predicted {quantity(self.predicted_s(), 's')}); the first call took {quantity(self.speed.first_s, 's')}",
+            f"a call takes {seconds(speed.compiled_s)}, predicted {seconds(self.predicted_s())}",
+            f"eager takes {seconds(speed.eager_s)}, predicted {seconds(self.predicted_s(before=True))}",
+            f"the first call took {seconds(speed.first_s)}",
             f"largest difference from eager: {self.difference:.1e} of a tensor's largest number",
         ]
         for graph in self.graphs:

@@ -71,9 +71,8 @@ def _row_written(a: Tensor) -> Tensor:
 
 def _promoting(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def apply(a: Tensor, b: Tensor) -> Tensor:
-        try:
-            torch.broadcast_shapes(a.shape, b.shape)
-        except RuntimeError:
+        pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
+        if any(one != other and 1 not in (one, other) for one, other in pairs):
             b = b.float().sum()
         return operation(a, b)
 
