@@ -6,7 +6,7 @@ import importlib.util
 import linecache
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -98,9 +98,19 @@ def _triton(group: Group, name: str) -> Launcher:
     exec(compile(text, file, "exec"), names)
     kernel, grid, warps = names[name], (group.source.programs,), group.source.warps
     bound = kernel[grid]
+    quick: Launcher | None = None
 
     def launch(*tensors: torch.Tensor) -> None:
-        bound(*tensors, num_warps=warps)
+        """Triton looks at every argument of every call: whether a tensor begins at a multiple of 16 bytes decides
+        which code runs. Here all else is known, so that code is called where all tensors do."""
+        nonlocal quick
+        if any(one.data_ptr() % 16 for one in tensors):
+            bound(*tensors, num_warps=warps)
+        elif quick is not None:
+            quick(*tensors)
+        else:
+            compiled = bound(*tensors, num_warps=warps)
+            quick = compiled[(*grid, 1, 1)] if compiled is not None else partial(bound, num_warps=warps)
 
     return launch
 

@@ -131,7 +131,8 @@ class Program:
             pool.append(found if found.numel() <= 4096 else found.flatten()[:4])
         for place in self.writes:
             value = values[place % len(values)]
-            if not value.requires_grad:
+            # With dynamic shapes PyTorch 2.13 loses what is written to a number, whatever the backend.
+            if value.dim() and not value.requires_grad:
                 value.mul_(2)
         return [pool[-1 - place % len(pool)] for place in self.outputs]
 
