@@ -15,7 +15,9 @@ class Blocks(Memory):
     def do_tt_reduce(self, op: Operation) -> None:
         axis, shape = op.integer("axis"), op.operands[0].shape
         extent = shape[axis]
-        order = next((found for value in op.operands if (found := self.order_of(value))), tuple(range(len(shape))))
+        order = next(
+            (found for value in op.operands if (found := self.order_of(value))), tuple(range(len(shape)))
+        )
         outer = [d for d in order if d != axis and shape[d] > 1]
         out_order = tuple(d - (d > axis) for d in order if d != axis)
         results = [self.result(value, out_order) if value.shape else None for value in op.results]
@@ -118,7 +120,8 @@ class Blocks(Memory):
                 # the first lane combines with itself, and that is thrown away
                 nest.put(f"const {kind} {earlier[-1]} = i{axis} ? {buffer.at(before)} : {text};")
             combined = [f"i{axis} ? {new} : {text}"
-                        for new, text in zip(self._combine(op, nest, earlier + values), values, strict=True)]  # fmt: skip
+                        for new, text in
+                        zip(self._combine(op, nest, earlier + values), values, strict=True)]  # fmt: skip
         for buffer, text in zip(results, combined, strict=True):
             nest.put(f"{buffer.at(index)} = {text};")
         self.out(nest.render(vectors=inner and nest.loops[-1:] != [axis]))
@@ -131,7 +134,7 @@ class Blocks(Memory):
         rows, inner = a_value.shape[-2:]
         columns = b_value.shape[-1]
         slot = self.in_place.get(result)
-        # Columns of b as neighbours, or (the product transposed) rows of a: the smaller one is turned if neither is so.
+        # Columns of b as neighbours, or (the product transposed) rows of a; else the smaller one is copied.
         turned = b.strides[-1] != 1 and columns > 1 and slot is None and result not in self.slots
         if turned:
             if a.strides[-2] != 1 and rows > 1:
@@ -190,7 +193,9 @@ class Blocks(Memory):
     def do_tt_unsplat(self, op: Operation) -> None:
         value = op.operands[0]
         nest = Nest(self, value.shape)
-        nest.put(f"{self.declare(lane_type(op.results[0].type), f'v{op.results[0].id}')} = {nest.lane(value)[0]};")
+        nest.put(
+            f"{self.declare(lane_type(op.results[0].type), f'v{op.results[0].id}')} = {nest.lane(value)[0]};"
+        )
         self.out(nest.render())
 
     def do_tt_get_program_id(self, op: Operation) -> None:
@@ -211,7 +216,8 @@ class Blocks(Memory):
         where = "pid (%d, %d, %d)"
         ids = "program_id[0], program_id[1], program_id[2]"
         if not op.operands:
-            return self.out(f'printf("{where}{prefix}\\n", {ids});')
+            self.out(f'printf("{where}{prefix}\\n", {ids});')
+            return
         for value in op.operands:
             nest = self.nest(value.shape)
             form, cast = ("%g", "double") if value.type.is_float else ("%lld", "long long")
@@ -223,7 +229,9 @@ class Blocks(Memory):
     def do_tt_assert(self, op: Operation) -> None:
         nest = self.nest(op.operands[0].shape)
         found = re.search(r'"((?:[^"\\]|\\.)*)"', op.text)
-        nest.put(f'if (!{nest.lane(op.operands[0])[0]}) problem = "{found[1] if found else ""} ({op.location})";')
+        nest.put(
+            f'if (!{nest.lane(op.operands[0])[0]}) problem = "{found[1] if found else ""} ({op.location})";'
+        )
         self.out(nest.render(vectors=False))
 
     def _nothing(self, op: Operation) -> None:
@@ -238,5 +246,6 @@ class Blocks(Memory):
         value = op.results[0]
         if value.shape:
             buffer = self.result(value)
-            return self.out(f"memset({buffer.name}, 0, sizeof({buffer.lane}) * {value.type.size});")
-        return self.set_scalar(value, "0")
+            self.out(f"memset({buffer.name}, 0, sizeof({buffer.lane}) * {value.type.size});")
+            return
+        self.set_scalar(value, "0")

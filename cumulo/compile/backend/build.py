@@ -1,4 +1,4 @@
-"""From C++ to a shared library, with the compiler and flags of the package's own CPU kernels. Called by the compiler.
+"""From C++ to a shared library, with the compiler and flags of the package's own CPU kernels. Triton calls it.
 
 Nothing is cached here: Triton keeps the library with the other stages of the kernel, under its own cache rules.
 """
@@ -29,7 +29,9 @@ def _all_flags(fuse: bool = True) -> list[str]:
 def toolchain() -> str:
     """What decides the machine code besides the source."""
     compiler = find_compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if compiler else ""
+    version = (
+        subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if compiler else ""
+    )
     return "\n".join([version, *_all_flags(), cpu_identity()])
 
 
@@ -37,7 +39,8 @@ def compile_source(source: str, fuse: bool) -> bytes:
     compiler = find_compiler()
     if compiler is None:
         raise CompilerMissing(
-            f"Triton kernels run on a CPU as C++, and there is no C++ compiler (looked for {', '.join(COMPILERS)}). "
+            "Triton kernels run on a CPU as C++, and there is no C++ compiler "
+            f"(looked for {', '.join(COMPILERS)}). "
             "Install one (Debian, Ubuntu: apt install g++), or set TRITON_INTERPRET=1 to interpret kernels slowly."
         )
     with tempfile.TemporaryDirectory(prefix="cumulo-triton-") as folder:
@@ -48,5 +51,7 @@ def compile_source(source: str, fuse: bool) -> bytes:
         if result.returncode != 0:
             kept = Path(tempfile.gettempdir()) / "cumulo-triton-refused.cpp"
             kept.write_text(source)
-            raise CompilerMissing(f"{compiler} refused a generated kernel, kept as {kept}:\n{result.stderr[-2000:]}")
+            raise CompilerMissing(
+                f"{compiler} refused a generated kernel, kept as {kept}:\n{result.stderr[-2000:]}"
+            )
         return library.read_bytes()

@@ -17,7 +17,7 @@ TARGET = GPUTarget("cumulo", "cpu", 1)
 
 @dataclass(frozen=True)
 class CpuOptions:
-    """What launches may say. Most of it steers GPUs and changes nothing here, but a kernel is launched unchanged."""
+    """What launches may say. Most of it steers GPUs and changes nothing here."""
 
     num_warps: int = 4
     num_ctas: int = 1
@@ -50,7 +50,7 @@ class CpuOptions:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-class CpuBackend(BaseBackend):
+class CpuBackend(BaseBackend):  # type: ignore[misc]
     binary_ext = "so"
     supports_native_tensor_specialization = False
 
@@ -63,7 +63,9 @@ class CpuBackend(BaseBackend):
 
     def parse_options(self, options: dict[str, Any]) -> CpuOptions:
         known = CpuOptions.__dataclass_fields__
-        return CpuOptions(**{name: value for name, value in options.items() if name in known and value is not None})
+        return CpuOptions(
+            **{name: value for name, value in options.items() if name in known and value is not None}
+        )
 
     def add_stages(self, stages: dict[str, Any], options: CpuOptions, language: object = None) -> None:
         from cumulo.compile.backend.build import compile_source
@@ -72,7 +74,9 @@ class CpuBackend(BaseBackend):
         if getattr(language, "name", "TRITON") != "TRITON":
             from cumulo.compile.backend.ttir import KernelRefused
 
-            raise KernelRefused("a Gluon kernel lays tensors out over a GPU's threads, so it cannot run on a CPU")
+            raise KernelRefused(
+                "a Gluon kernel lays tensors out over a GPU's threads, so it cannot run on a CPU"
+            )
 
         def to_cpp(module: Any, metadata: dict[str, Any]) -> str:
             source, metadata["arguments"] = lower(str(module))
@@ -90,7 +94,9 @@ class CpuBackend(BaseBackend):
     def _make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
         from triton._C.libtriton import ir, passes
 
-        metadata["name"] = module.get_entry_func_name() if hasattr(module, "get_entry_func_name") else "kernel"
+        metadata["name"] = (
+            module.get_entry_func_name() if hasattr(module, "get_entry_func_name") else "kernel"
+        )
         manager = ir.pass_manager(module.context)
         manager.enable_debug()
         passes.common.add_inliner(manager)

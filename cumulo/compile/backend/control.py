@@ -31,7 +31,6 @@ class Control(Blocks):
 
     def __init__(self, found: dict[str, Function]) -> None:
         super().__init__(found)
-        self.in_place: dict[Value, Buffer] = {}
         self.returns: list[tuple[str, list[Value]]] = []  # of the functions being written: where, and to what
 
     # -- functions ------------------------------------------------------------------------------------------------
@@ -205,7 +204,11 @@ class Control(Blocks):
             for slot, value in zip(slots, yields, strict=True):
                 if slot.argument in trial:
                     assumed, found = trial[slot.argument], self.form(value)
-                    if (assumed.strides, assumed.rest, assumed.root) != (found.strides, found.rest, found.root):
+                    if (assumed.strides, assumed.rest, assumed.root) != (
+                        found.strides,
+                        found.rest,
+                        found.root,
+                    ):
                         wrong.append(slot.argument)
             if not wrong:
                 break

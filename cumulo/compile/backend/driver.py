@@ -33,7 +33,9 @@ class CpuUtils:
         return {"max_shared_mem": 1 << 30, "multiprocessor_count": os.cpu_count() or 1, "warpSize": 1,
                 "max_num_regs": 1 << 16, "sm_clock_rate": 0, "mem_clock_rate": 0, "mem_bus_width": 0}  # fmt: skip
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: int
+    ) -> tuple[Any, Any, int, int, int]:
         with tempfile.NamedTemporaryFile(suffix=".so") as file:
             file.write(binary)
             file.flush()
@@ -101,7 +103,12 @@ class CpuLauncher:
         self._types += [_C_TYPES.get(kind, ctypes.c_void_p) for kind in metadata.arguments]
         read = {"*": "address({})", "t": "*described({})"}  # a pointer, a tensordesc<...>
         values = ", ".join(read.get(kind[0], "{}").format(name) for kind, name in flat)
-        scope: dict[str, Any] = {"address": address, "described": described, "prepare": self._prepare, "failed": self._failed}
+        scope: dict[str, Any] = {
+            "address": address,
+            "described": described,
+            "prepare": self._prepare,
+            "failed": self._failed,
+        }
         import torch
 
         scope["threads"] = torch.get_num_threads
@@ -132,7 +139,7 @@ class CpuLauncher:
         self.__call(*arguments)
 
 
-class CpuDriver(DriverBase):
+class CpuDriver(DriverBase):  # type: ignore[misc]
     launcher_cls = CpuLauncher
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What every rule of the lowering writes with: lines of C++, variables, arrays in scratch memory. Called by them."""
+"""What every rule of the lowering writes with: lines of C++, variables, arrays in scratch memory."""
 
 from cumulo.compile.backend.forms import Form
 from cumulo.compile.backend.fusion import INLINE, choose_arrays, walk
@@ -16,6 +16,9 @@ class Emitter(Tensors):
         self.arrays: set[Value] = set()
         self.uses: dict[Value, int] = {}
         self.slots: dict[Value, Buffer] = {}  # results of a loop's body: where its next iteration reads them
+        self.fused: dict[Operation, list[Operation]] = {}  # loads that are done in the loop of a store
+        self.delayed: set[Value] = set()
+        self.in_place: dict[Value, Buffer] = {}  # products that add to what the loop carries
         self.declarations: list[str] = []
         self.declared: set[str] = set()
         self.lines: list[str] = []
@@ -29,10 +32,24 @@ class Emitter(Tensors):
         self.lines.append(line)
 
     def choose(self, function: Function) -> None:
-        self.arrays |= choose_arrays(function.blocks)
+        arrays, fused = choose_arrays(function.blocks)
+        self.arrays |= arrays
+        for store, loads in fused.items():
+            self.fused[store] = [
+                load for load in loads if self.is_row(load.operands[0]) and self.is_row(store.operands[0])
+            ]
+            self.delayed |= {load.results[0] for load in self.fused[store]}
         for op in walk(function.blocks):
             for operand in [*op.operands, *(value for _, given in op.targets for value in given)]:
                 self.uses[operand] = self.uses.get(operand, 0) + 1
+
+    def is_row(self, pointer: Value) -> bool:
+        """Neighbours in memory from a pointer that is known."""
+        form = self.form(pointer)
+        moving = [
+            (stride, extent) for stride, extent in zip(form.strides, pointer.shape, strict=True) if extent > 1
+        ]
+        return isinstance(form.root, str) and not form.rest and len(moving) == 1 and moving[0][0] == 1
 
     # -- scalars --------------------------------------------------------------------------------------------------
     def declare(self, lane: str, name: str) -> str:
@@ -79,8 +96,8 @@ class Emitter(Tensors):
         if op is None or op.name not in INLINE or not value.shape:
             return None
         if op.name == "tt.trans":
-            inner, order = self.order_of(op.operands[0]), op.integers("order")
-            return tuple(order.index(d) for d in inner) if inner else None
+            inner, turned = self.order_of(op.operands[0]), op.integers("order")
+            return tuple(turned.index(d) for d in inner) if inner else None
         if op.name not in ELEMENTWISE:
             return None
         return next((order for operand in op.operands if (order := self.order_of(operand))), None)

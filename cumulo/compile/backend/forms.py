@@ -1,4 +1,4 @@
-"""Indices, pointers and masks as what they are along each dimension: a start, a stride, and a rest that is looked up.
+"""Indices, pointers and masks as a start, a stride along each dimension, and a rest that is looked up.
 
 `base + row * stride + arange` becomes one pointer and two strides, so that the loop over lanes is a vector load;
 `offset + arange < size` becomes a bound of the loop. Called by the lowering; nothing is emitted here.
@@ -150,7 +150,9 @@ class Forms:
         return Form(inner.start, tuple(strides_), tuple(moved(item) for item in inner.rest), root)
 
     # -- masks --------------------------------------------------------------------------------------------------
-    def mask(self, value: Value, dims: tuple[int | None, ...] | None = None) -> tuple[list[Bound], list[Lookup]]:
+    def mask(
+        self, value: Value, dims: tuple[int | None, ...] | None = None
+    ) -> tuple[list[Bound], list[Lookup]]:
         """The bounds that a mask puts on its dimensions, and what of it must be asked lane by lane."""
         if dims is None:
             dims = tuple(d if extent > 1 else None for d, extent in enumerate(value.shape))

@@ -26,8 +26,9 @@ def walk(blocks: list[Block]) -> Iterator[Operation]:
                     yield from walk(region)
 
 
-def choose_arrays(blocks: list[Block]) -> set[Value]:
-    """Of the values that could be computed where they are read, those that had better be arrays."""
+def choose_arrays(blocks: list[Block]) -> tuple[set[Value], dict[Operation, list[Operation]]]:
+    """Of the values that could be computed where they are read, those that had better be arrays; and by store, the
+    loads that nobody else reads, so that they could be done in its loop."""
     ops = list(walk(blocks))
     users: dict[Value, list[Operation]] = {}
     costs: dict[Value, int] = {}
@@ -35,22 +36,23 @@ def choose_arrays(blocks: list[Block]) -> set[Value]:
         for operand in [*op.operands, *(value for _, given in op.targets for value in given)]:
             users.setdefault(operand, []).append(op)
         if op.name in INLINE and op.results:
-            total = cost(op) + sum(costs.get(operand, 0) for operand in set(op.operands))
+            total = cost(op) + sum(max(0, costs.get(operand, 0)) for operand in set(op.operands))
             # Past the longest the value becomes an array, and its readers begin anew.
-            costs.update((result, total if total <= _LONGEST else 0) for result in op.results)
-            if total > _LONGEST:
-                costs[op.results[0]] = -1
+            costs.update((result, total if total <= _LONGEST else -1) for result in op.results)
     arrays: set[Value] = set()
     sinks: dict[Value, set[Operation]] = {}
+    straight: dict[Value, bool] = {}  # every reader reads the same lane
+    fused: dict[Operation, list[Operation]] = {}
     for op in reversed(ops):
         for value in op.results:
-            if not value.shape or op.name not in INLINE:
+            if not value.shape or not (op.name in INLINE or op.name == "tt.load"):
                 continue
             reached: set[Operation] = set()
-            repeated = False
+            repeated, straight[value] = False, True
             for user in users.get(value, []):
                 if user.name in INLINE and user.results[0].shape and user.results[0] not in arrays:
                     reached |= sinks.get(user.results[0], set())
+                    straight[value] &= user.name in ELEMENTWISE and straight[user.results[0]]
                     grows = user.name == "tt.broadcast" and user.results[0].type.size >= 4 * value.type.size
                     repeated |= grows or user.name == "tt.gather"
                 else:
@@ -58,13 +60,40 @@ def choose_arrays(blocks: list[Block]) -> set[Value]:
                 if user.name == "tt.cat":
                     arrays.add(value)
             sinks[value] = reached
-            if op.name in VIEWS or op.name in _INDICES:
+            if op.name == "tt.load":
+                sink = next(iter(reached), op)
+                if (
+                    len(reached) == 1
+                    and sink.name == "tt.store"
+                    and straight[value]
+                    and _together(op, sink, blocks)
+                ):
+                    fused.setdefault(sink, []).insert(0, op)
+            if op.name in VIEWS or op.name in _INDICES or op.name == "tt.load":
                 continue
-            inner = repeated or any(len(s.loops) > len(op.loops) or s.name in ("scf.for", "scf.while") for s in reached)
-            if (
-                costs[value] < 0
-                or (inner and costs[value] >= _REPEATED)
-                or (len(reached) > 1 and costs[value] >= _SHARED)
-            ):
+            inner = repeated or any(
+                len(s.loops) > len(op.loops) or s.name in ("scf.for", "scf.while") for s in reached
+            )
+            dear = costs[value] >= _REPEATED if inner else len(reached) > 1 and costs[value] >= _SHARED
+            if costs[value] < 0 or dear:
                 arrays.add(value)
-    return arrays
+    return arrays, fused
+
+
+def _together(load: Operation, store: Operation, blocks: list[Block]) -> bool:
+    """In one block, with the same mask or the load without, and nothing writes memory between them."""
+    if len(load.operands) > 1 and load.operands[1:2] != store.operands[2:3]:
+        return False
+    for block in blocks:
+        if load in block.ops:
+            between = block.ops[block.ops.index(load) :]
+            if store not in between:
+                return False
+            between = between[: between.index(store)]
+            writes = ("tt.store", "tt.atomic", "tt.call", "scf.")
+            return not any(op.name.startswith(writes) for op in between)
+        for op in block.ops:
+            for region in op.regions:
+                if _together(load, store, region):
+                    return True
+    return False

@@ -37,6 +37,7 @@ class Tensors:
         self.buffers: dict[Value, Buffer] = {}
         self.scalars: dict[Value, str] = {}
         self.forms = Forms(self.scalar)
+        self.inlined: set[Value] = set()  # loaded where a lane of them is read
         self._counter = 0
 
     def fresh(self, prefix: str) -> str:
@@ -108,6 +109,9 @@ class Nest:
         lane, op = lane_type(value.type), value.op
         if value in self.tensors.buffers:
             return self._name(lane, self.tensors.buffers[value].at(index), level)
+        if op is not None and value in self.tensors.inlined:
+            text = self.address(self.tensors.forms.of(op.operands[0]), op.operands[0])
+            return self._name(lane, f"get({text})", level)
         if (op is None or op.regions) and value in self.tensors.forms.known:
             return self._name(lane, self._from_form(self.tensors.forms.known[value], index), level)
         if op is None:
@@ -131,7 +135,10 @@ class Nest:
                 inner = ((along, *index[1:]), (rest, *index[1:]))
                 if first not in self.tensors.buffers or second not in self.tensors.buffers:
                     raise op.refused("its parts are not arrays")
-                texts = [self.tensors.buffers[part].at(place) for part, place in zip(op.operands, inner, strict=True)]
+                texts = [
+                    self.tensors.buffers[part].at(place)
+                    for part, place in zip(op.operands, inner, strict=True)
+                ]
                 return self._name(lane, f"{test} ? {texts[0]} : {texts[1]}", level)
             (a, _), (b, _) = self.lane(first, inner[0]), self.lane(second, inner[1])
             return self._name(lane, f"{test} ? {a} : {b}", level)
@@ -174,7 +181,11 @@ class Nest:
     def _from_form(self, form: Form, index: tuple[Index, ...]) -> str:
         """A lane of what a loop carries as a moving form."""
         terms = [str(form.start)]
-        terms += [str(times(stride, text)) for (text, _), stride in zip(index, form.strides, strict=True) if stride != 0]
+        terms += [
+            str(times(stride, text))
+            for (text, _), stride in zip(index, form.strides, strict=True)
+            if stride != 0
+        ]
         for lookup in form.rest:
             terms.append(str(times(lookup.factor, self._lookup(lookup, index)[0])))
         if isinstance(form.root, Lookup):
@@ -183,7 +194,7 @@ class Nest:
             terms.insert(0, form.root)
         return " + ".join(terms)
 
-    # -- addresses --------------------------------------------------------------------------------------------------
+    # -- addresses -------------------------------------------------------------------------------------------------
     def _lookup(self, lookup: Lookup, index: tuple[Index, ...] | None = None) -> Index:
         index = self.index if index is None else index
         return self.lane(lookup.value, tuple(("0", 0) if d is None else index[d] for d in lookup.dims))
@@ -209,7 +220,9 @@ class Nest:
                 continue
             if (offset := " + ".join(terms[level])) != "0":
                 base = self._name(kind, f"{base} + ({offset})", level)[0]
-        last = [term for level, more in terms.items() if level >= innermost or level < base_level for term in more]
+        last = [
+            term for level, more in terms.items() if level >= innermost or level < base_level for term in more
+        ]
         # An index that counts lanes one by one stays an int: a vector load's address needs no wider arithmetic.
         plain = [re.sub(r"^\(int64_t\)(i\d+)$", r"\1", term) for term in last if term != "0"]
         return f"{base}[{' + '.join(plain) or '0'}]"
@@ -232,5 +245,7 @@ def region_result(
         if op.name not in ELEMENTWISE:
             raise op.refused("not allowed in the function of a reduction")
         names[op.results[0]] = tensors.fresh("t")
-        nest.put(f"const {lane_type(op.results[0].type)} {names[op.results[0]]} = {expression(op, texts)};", level)
+        nest.put(
+            f"const {lane_type(op.results[0].type)} {names[op.results[0]]} = {expression(op, texts)};", level
+        )
     return []

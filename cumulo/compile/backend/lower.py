@@ -70,7 +70,8 @@ def lower(text: str) -> tuple[str, list[str]]:
         f"    alignas(64) char scratch[{lowering.scratch_bytes + 64}];\n"
         if on_stack
         else "    static thread_local char* kept = nullptr;\n"
-        f"    if (!kept) kept = (char*)aligned_alloc(64, {lowering.scratch_bytes + 64});\n    char* scratch = kept;\n"
+        f"    if (!kept) kept = (char*)aligned_alloc(64, {lowering.scratch_bytes + 64});\n"
+        "    char* scratch = kept;\n"
     )
     declared = "".join(f"    {line}\n" for line in lowering.declarations)
     parameters = "".join(f", {kind} {name}" for kind, name in zip(types, names, strict=True))
@@ -80,9 +81,12 @@ struct Arguments {{
 {fields}}};
 
 static void program(const Arguments& arguments, const int* program_id, const int* programs, char* scratch) {{
-{"".join(f"    {kind} const {name} = arguments.{name};{chr(10)}" for kind, name in zip(types, names, strict=True))}{
-        declared
-    }{lowering.text()}}}
+{
+        "".join(
+            f"    {kind} const {name} = arguments.{name};{chr(10)}"
+            for kind, name in zip(types, names, strict=True)
+        )
+    }{declared}{lowering.text()}}}
 
 static void body(void* pointer) {{
     Grid& grid = *(Grid*)pointer;

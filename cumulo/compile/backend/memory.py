@@ -1,4 +1,4 @@
-"""Loads, stores and atomics: regular pointers become vector loads, prefix masks bounds of loops. Called by lowering."""
+"""Loads, stores and atomics: regular pointers become vector loads, prefix masks bounds of loops."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,10 @@ class Memory(Emitter):
             text = f"get(*{self.scalar(pointer)})"
             if mask is not None:
                 text = f"{self.scalar(mask)} ? {text} : {self.scalar(other) if other else '0'}"
-            return self.set_scalar(value, text)
+            self.set_scalar(value, text)
+            return
+        if value in self.delayed:
+            return
         form = self.form(pointer)
         order = _contiguous_last(form, value.shape)
         buffer = self.result(value, order)
@@ -47,7 +50,32 @@ class Memory(Emitter):
         kind = memory_type(pointer.type.element[1:])
         if not pointer.shape:
             guard = f"if ({self.scalar(mask)}) " if mask is not None else ""
-            return self.out(f"{guard}*{self.scalar(pointer)} = stored<{kind}>({self.scalar(value)});")
+            self.out(f"{guard}*{self.scalar(pointer)} = stored<{kind}>({self.scalar(value)});")
+            return
+        loads = self.fused.pop(op, [])
+        if not loads:
+            self._store(pointer, value, mask, kind)
+            return
+        # Loading in the store's own loop saves a pass, if no lane overwrites what a later one has yet to load.
+        tests = [f"may_share_a_loop({self._row(pointer)}, {self._row(load.operands[0])}, {pointer.type.size})"
+                 for load in loads]  # fmt: skip
+        self.out(f"if ({' && '.join(tests)}) {{")
+        names = {load.results[0] for load in loads}
+        self.inlined |= names
+        self._store(pointer, value, mask, kind)
+        self.inlined -= names
+        self.out("} else {")
+        self.delayed -= names
+        for load in loads:
+            self.do_tt_load(load)
+        self._store(pointer, value, mask, kind)
+        self.out("}")
+
+    def _row(self, pointer: Value) -> str:
+        form = self.form(pointer)
+        return f"{form.root} + {form.start}"
+
+    def _store(self, pointer: Value, value: Value, mask: Value | None, kind: str) -> None:
         form = self.form(pointer)
         order = _contiguous_last(form, pointer.shape)
 
@@ -70,7 +98,8 @@ class Memory(Emitter):
         if not bounds:
             nest = self.nest(shape, order)
             write(nest, rest)
-            return self.out(nest.render())
+            self.out(nest.render())
+            return
         tests, limits = [], []
         for bound in bounds:
             if bound.dim is None:
@@ -89,7 +118,11 @@ class Memory(Emitter):
                 names[0] = self.variable("int", f"(int)clamped<int64_t>({bound.low}, {low}, {extent})", "low")
             if bound.high != 1 << 40:
                 names[1] = self.variable("int", f"(int)clamped<int64_t>({bound.high}, 0, {high})", "high")
-            tests += [f"{name} == {whole}" for name, whole in zip(names, ("0", str(extent)), strict=True) if name != whole]
+            tests += [
+                f"{name} == {whole}"
+                for name, whole in zip(names, ("0", str(extent)), strict=True)
+                if name != whole
+            ]
             limits.append(Bound(bound.dim, *names))
         self.out(f"if ({' && '.join(tests)})")
         nest = self.nest(shape, order)
@@ -118,7 +151,9 @@ class Memory(Emitter):
 
         def change(place: str, given: list[str]) -> str:
             text = changes[kind].format(given[0], T=lane, U=unsigned)
-            return f"atomically(&{place}, [&]({lane} old) -> {lane} {{ (void)old; return ({lane})({text}); }})"
+            return (
+                f"atomically(&{place}, [&]({lane} old) -> {lane} {{ (void)old; return ({lane})({text}); }})"
+            )
 
         self._atomic(op, 1, change)
 
@@ -138,7 +173,8 @@ class Memory(Emitter):
             text = change(f"*{self.scalar(pointer)}", [self.scalar(value) for value in given])
             if mask is not None:
                 text = f"{self.scalar(mask)} ? {text} : 0"
-            return self.set_scalar(result, text)
+            self.set_scalar(result, text)
+            return
         nest = self.nest(result.shape)
         place = nest.address(self.form(pointer), pointer)
         text = change(place, [nest.lane(value)[0] for value in given])

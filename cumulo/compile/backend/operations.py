@@ -1,4 +1,4 @@
-"""One lane of every elementwise operation as a C++ expression, and the C++ types of Triton's. Called by the lowering.
+"""One lane of every elementwise operation as a C++ expression, and the C++ types of Triton's.
 
 Lanes of f16, bf16 and f8 are computed as float and rounded where the operation says so: what a lane holds is always
 a number of its type.
@@ -37,7 +37,9 @@ def literal(text: str, type_: Type) -> str:
         return text
     if not type_.is_float:
         number = int(text, 0)
-        return {"i64": f"INT64_C({number})", "i1": str(bool(number)).lower()}.get(type_.element, f"({number})")
+        return {"i64": f"INT64_C({number})", "i1": str(bool(number)).lower()}.get(
+            type_.element, f"({number})"
+        )
     if text.startswith(("0x", "-0x")):
         form, integer = {4: ("e", "H"), 8: ("f", "I"), 16: ("d", "Q")}[len(text) - 2]
         if type_.element == "bf16":
@@ -82,16 +84,25 @@ _CALLS |= {f"math.{name}": f"{name}_of({{0}})" for name in
 _CALLS |= {f"math.{name}": f"{name}({{0}})" for name in ("log1p", "expm1", "tan", "trunc", "roundeven")}
 # Functions of CUDA's device library that have a name of their own here; the others are refused.
 _LIBRARY = {
-    name: f"{name}_of" for name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "tanh", "erf", "floor", "ceil")
+    name: f"{name}_of" for name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "tanh", "erf", "floor",
+                                    "ceil")
 } | {
     name: name for name in ("pow", "log1p", "expm1", "tan", "atan", "atan2", "asin", "acos", "sinh", "cosh", "fmod",
-                            "log10", "cbrt", "hypot", "erfc", "trunc", "rint", "round", "nearbyint", "tgamma", "lgamma",
-                            "asinh", "acosh", "atanh")
+                            "log10", "cbrt", "hypot", "erfc", "trunc", "rint", "round", "nearbyint", "tgamma",
+                            "lgamma", "asinh", "acosh", "atanh")
 } | {"fabs": "abs_of", "rsqrt": "1 / sqrt_of", "isnan": "isnan", "isinf": "isinf"}  # fmt: skip
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _EXPENSIVE = re.compile(r"math\.(?!abs|fma)|div|rem|extern|precise|fp_to_fp|mulhi|clampf")
 
-ELEMENTWISE = {*_BINARY, *_CALLS, "arith.cmpi", "arith.cmpf", "tt.bitcast", "arith.bitcast", "tt.extern_elementwise"}
+ELEMENTWISE = {
+    *_BINARY,
+    *_CALLS,
+    "arith.cmpi",
+    "arith.cmpf",
+    "tt.bitcast",
+    "arith.bitcast",
+    "tt.extern_elementwise",
+}
 
 
 def cost(op: Operation) -> int:

@@ -190,7 +190,7 @@ INLINE float tanh_of(float x) {
     p = p * s + 1.333330177e-01f;
     p = p * s - 3.333333316e-01f;
     float large = 1.0f - 2.0f / (exp_of(2.0f * size) + 1.0f);
-    return size < 0.625f ? p * s * x + x : (x < 0.0f ? -large : large) + (x - x);
+    return size < 0.625f ? p * s * x + x : (x < 0.0f ? -large : large) + (x != x ? x : 0.0f);
 }
 INLINE float erf_of(float x) {
     float size = abs_of(x), s = x * x, t = size > 4.0f ? 4.0f : size;
@@ -220,6 +220,14 @@ INLINE double abs_of(double x) { return __builtin_fabs(x); }
 INLINE double sqrt_of(double x) { return __builtin_sqrt(x); }
 INLINE double floor_of(double x) { return __builtin_floor(x); }
 INLINE double ceil_of(double x) { return __builtin_ceil(x); }
+
+// May a loop that stores `count` neighbours from s on load those from l on, lane by lane? Yes if they do not overlap,
+// or if what is overwritten was loaded before.
+template <class S, class L> INLINE bool may_share_a_loop(const S* s, const L* l, int64_t count) {
+    int64_t ahead = (const char*)s - (const char*)l;
+    if (ahead >= count * (int64_t)sizeof(L)) return true;
+    return sizeof(S) == sizeof(L) ? ahead <= 0 : -ahead >= count * (int64_t)sizeof(S);
+}
 
 // -- atomics -------------------------------------------------------------------------------------------------------
 // `change(old)` is what the memory shall hold; what it held comes back.

@@ -1,4 +1,4 @@
-"""Triton's intermediate representation (TTIR), read from its text into plain data. Called by the compiler's last stage.
+"""Triton's intermediate representation (TTIR), read from its text into plain data. The lowering calls it.
 
 The text is the one form that all versions of Triton share; MLIR's own walker gives no attribute but integers. Only
 what the printer writes is understood, so a line that is not is an error of ours, and names itself.
@@ -87,7 +87,9 @@ class Function:
     public: bool
 
 
-_TYPE = re.compile(r"tensor<[^<>]*(?:<[^<>]*>)?>|!tt\.\w+<[^<>]*(?:<[^<>]*>)?[^<>]*>|\b(?:i\d+|bf16|f\d+\w*|index)\b")
+_TYPE = re.compile(
+    r"tensor<[^<>]*(?:<[^<>]*>)?>|!tt\.\w+<[^<>]*(?:<[^<>]*>)?[^<>]*>|\b(?:i\d+|bf16|f\d+\w*|index)\b"
+)
 _NAME = re.compile(r"%[\w.$-]+(?:#\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -99,7 +101,9 @@ def parse_type(text: str) -> Type:
     if text.startswith("!tt.ptr<"):
         return Type("*" + text[8:-1].split(",")[0])
     if text.startswith("!"):
-        raise KernelRefused(f"values of the type {text}: pass a tensor, and make the descriptor in the kernel")
+        raise KernelRefused(
+            f"values of the type {text}: pass a tensor, and make the descriptor in the kernel"
+        )
     return Type("i64" if text == "index" else text)
 
 
@@ -200,7 +204,9 @@ class _Parser:
         self.position += 1
         op.regions.append(self._blocks(block))
         if op.name == "scf.for" and (not block.ops or block.ops[-1].name != "scf.yield"):
-            block.ops.append(Operation("scf.yield", [], [], "", op.location))  # the printer leaves an empty one out
+            block.ops.append(
+                Operation("scf.yield", [], [], "", op.location)
+            )  # the printer leaves an empty one out
         self.scopes.pop()
         self.loops = around
         return self.lines[self.position].strip()
@@ -227,7 +233,9 @@ class _Parser:
         elif name == "scf.while":
             op.operands = [self._value(start) for _, start in arguments]
         elif name in ("cf.br", "cf.cond_br"):
-            op.targets = [(label, self._named(given)) for label, given in re.findall(r"(\^bb\d+)(\([^)]*\))?", plain)]
+            op.targets = [
+                (label, self._named(given)) for label, given in re.findall(r"(\^bb\d+)(\([^)]*\))?", plain)
+            ]
             op.operands = self._named(plain.split("^")[0])
         else:
             op.operands = self._named(plain)
@@ -259,12 +267,14 @@ class _Parser:
             name, _, count = part.partition(":")
             names += [f"{name}#{index}" for index in range(int(count))] if count else [name]
         if len(names) != len(types) and names:
-            raise ValueError(f"{len(names)} results but {len(types)} types: {self.lines[self.position].strip()}")
+            raise ValueError(
+                f"{len(names)} results but {len(types)} types: {self.lines[self.position].strip()}"
+            )
         op.results = [self._new(name, type_, op) for name, type_ in zip(names, types, strict=False)]
 
 
 def _result_types(op: Operation, text: str) -> list[Type]:
-    """What the printer leaves out is inferred: a load's type from its pointer's, a comparison's from its operands'."""
+    """What the printer leaves out is inferred: a load's type from its pointer's, a comparison's."""
     shown = text.rpartition(" : ")[2] if op.name not in ("scf.for", "scf.if") else text
     if op.name in ("tt.store", "scf.yield", "scf.condition", "tt.return", "tt.print", "tt.assert", "cf.br"):
         return []

@@ -126,8 +126,8 @@ def _types(x, out, size: tl.constexpr):
 def case_every_pair_of_types_converts_as_torch_does():
     floats = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
     integers = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
-    numbers = torch.cat((torch.randn(50) * 20, torch.tensor([0.0, -0.0, 1e-7, 6e-5, 3e-8, 65504.0, 1.0, 2.5, 3.5, -1.5,
-                                                            0.1, 100.25, -127.0, 1e-40])))  # fmt: skip
+    numbers = torch.cat((torch.randn(50) * 20, torch.tensor([0.0, -0.0, 1e-7, 6e-5, 3e-8, 65504.0, 1.0, 2.5, 3.5,
+                                                            -1.5, 0.1, 100.25, -127.0, 1e-40])))  # fmt: skip
     pairs = [(a, b) for a in floats for b in floats if a != b] + [(torch.float32, b) for b in integers]
     pairs += [(a, torch.float16) for a in integers] + [(torch.int64, torch.int8), (torch.int8, torch.int64),
                                                        (torch.uint8, torch.int32)]  # fmt: skip

@@ -1,8 +1,8 @@
 """Plays the cases of a module in a process of its own: `python -m tests.compile.backend.play MODULE OUT`.
 
-The other tests' process has asked for Triton's interpreter, and Triton asks once. A case is a function `case_*` that
-raises where something differs; what a case returns (tensors by name) is kept in OUT, and so can be compared between
-the back end and the interpreter.
+The other tests' process has asked for Triton's interpreter, and Triton asks once. A case is a function `case_*`
+that raises where something differs; what a case returns (tensors by name) is kept in OUT, and so can be compared
+between the back end and the interpreter.
 """
 
 import importlib
@@ -35,6 +35,7 @@ def _main(module_name: str, out: str, only: str = "") -> None:
     for name, function in vars(module).items():
         if name.startswith("case_") and only in name:
             try:
+                print(name, file=sys.stderr, flush=True)
                 results[name] = function() or {}
             except Exception:
                 results[name] = traceback.format_exc(limit=-6)
