@@ -36,10 +36,8 @@ def step(run: Callable[..., Any], model: Any, ids: torch.Tensor) -> list[torch.T
     return [output.loss.detach(), output.logits.detach(), *(one.grad.clone() for one in model.parameters())]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [smollm2, pytest.param(qwen3, marks=pytest.mark.long), pytest.param(mixture, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("make", [smollm2, qwen3, mixture])
 def test_a_model_equals_eager_forward_and_backward_with_less_traffic(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
