@@ -101,7 +101,8 @@ class CpuLauncher:
                 for item in _flat(kind, name)]  # fmt: skip
         self._types = [ctypes.c_int] * 4 + [ctypes.c_void_p]
         self._types += [_C_TYPES.get(kind, ctypes.c_void_p) for kind in metadata.arguments]
-        read = {"*": "address({})", "t": "*described({})"}  # a pointer, a tensordesc<...>
+        near = "{0}.data_ptr() if {0}.__class__ is tensor and {0}.is_cpu else address({0})"
+        read = {"*": near, "t": "*described({})"}  # a pointer, a tensordesc<...>
         values = ", ".join(read.get(kind[0], "{}").format(name) for kind, name in flat)
         scope: dict[str, Any] = {
             "address": address,
@@ -111,12 +112,13 @@ class CpuLauncher:
         }
         import torch
 
-        scope["threads"] = torch.get_num_threads
+        scope |= {"threads": torch.get_num_threads, "tensor": torch.Tensor}
         exec(  # one call of a C function with the arguments of this signature
             "def call(x, y, z, stream, function, packed, meta, enter, leave, *args):\n"
             f"    ({''.join(f'{name}, ' for name in parameters)}) = args\n"
             "    if enter is not None: enter(meta)\n"
-            f"    problem = prepare(function)(x, y, z, threads(), parallel, {values})\n"
+            f"    if function.argtypes is None: prepare(function)\n"
+            f"    problem = function(x, y, z, threads(), parallel, {values})\n"
             "    if problem: failed(problem)\n"
             "    if leave is not None: leave(meta)\n",
             scope,
@@ -124,10 +126,8 @@ class CpuLauncher:
         scope["parallel"] = _parallel()
         self.__call: Callable[..., None] = scope["call"]
 
-    def _prepare(self, function: Any) -> Any:
-        if function.argtypes is None:
-            function.argtypes, function.restype = self._types, ctypes.c_char_p
-        return function
+    def _prepare(self, function: Any) -> None:
+        function.argtypes, function.restype = self._types, ctypes.c_char_p
 
     @staticmethod
     def _failed(problem: bytes) -> None:

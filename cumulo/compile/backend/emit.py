@@ -34,11 +34,17 @@ class Emitter(Tensors):
     def choose(self, function: Function) -> None:
         arrays, fused = choose_arrays(function.blocks)
         self.arrays |= arrays
+        known = dict(self.forms.known)  # what a loop carries has no form yet: nothing of this is kept
         for store, loads in fused.items():
+            sure = len(store.operands) < 3 or not self.forms.mask(store.operands[2])[1]
             self.fused[store] = [
-                load for load in loads if self.is_row(load.operands[0]) and self.is_row(store.operands[0])
+                load
+                for load in loads
+                if self.is_row(load.operands[0]) and self.is_row(store.operands[0])
+                if sure or len(load.operands) == 1  # a lane that is masked must not be loaded
             ]
             self.delayed |= {load.results[0] for load in self.fused[store]}
+        self.forms.known = known
         for op in walk(function.blocks):
             for operand in [*op.operands, *(value for _, given in op.targets for value in given)]:
                 self.uses[operand] = self.uses.get(operand, 0) + 1
