@@ -63,7 +63,7 @@ _GROUPS = {
 # Groups whose verbs are modules of their own. `simulate/` is the name of folders that decide.
 _FOLDERS = {"compile": "compile", "plan": "plan", "simulate": "simulation"}
 _VERBS_OF = {
-    "compile": ("stages", "kernels", "model"),
+    "compile": ("model", "stages", "kernels", "onnx"),
     "plan": ("train", "serve", "cluster", "validate", "catalog", "why"),
     "simulate": ("serve", "autoscale", "cluster", "network"),
 }

@@ -80,7 +80,7 @@ def stages(
     from cumulo.compile.stages.record import record
     from cumulo.compile.stages.verdict import judge
 
-    types, values = _pairs(arg, "--arg"), _pairs(set_, "--set")
+    types, values = pairs(arg, "--arg"), pairs(set_, "--set")
     chosen = {"num_warps": warps, "num_stages": num_stages, "maxnreg": registers}
     options = {name: value for name, value in chosen.items() if value is not None}
     with working(f"compiling {kernel} for {target}"):
@@ -128,7 +128,7 @@ def stages(
     save(out, lambda: stages_page(one, verdict, other), "the stages")
 
 
-def _pairs(told: list[str] | None, option: str) -> dict[str, str]:
+def pairs(told: list[str] | None, option: str) -> dict[str, str]:
     pairs = {}
     for one in told or ():
         name, equals, value = one.partition("=")

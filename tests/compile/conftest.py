@@ -1,0 +1,3 @@
+"""The command in this process, as tests of the command line run it."""
+
+from tests.cli.conftest import cumulo as cumulo
