@@ -38,7 +38,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FusionCandidate:
     """Operators that follow one another and could be one kernel."""
 
     kinds: tuple[str, ...]
@@ -50,7 +50,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Inspection:
     operators: list[Operator]
-    candidates: list[Candidate]
+    candidates: list[FusionCandidate]
     weight_bytes: int
     unknown_shapes: int
 
@@ -179,7 +179,7 @@ def _flops(node: Any, shapes: dict[str, tuple[int, ...]]) -> float:
 
 def _candidates(
     nodes: list[Any], shapes: dict[str, tuple[int, ...]], types: dict[str, int], model: Any
-) -> list[Candidate]:
+) -> list[FusionCandidate]:
     """Chains in which each result has one reader: a product or a reduction with what is done to each element
     around it. Equal chains are counted together."""
     readers: Counter[str] = Counter(name for node in nodes for name in node.input)
@@ -208,7 +208,7 @@ def _candidates(
             kinds = tuple(one.op_type for one in chain)
             chains.setdefault(kinds, []).append((chain[0].name or key, saved))
     found = [
-        Candidate(kinds, places[0][0], len(places), sum(saved for _, saved in places))
+        FusionCandidate(kinds, places[0][0], len(places), sum(saved for _, saved in places))
         for kinds, places in chains.items()
     ]
     return sorted(found, key=lambda one: -one.saved_bytes)

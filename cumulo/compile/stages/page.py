@@ -9,8 +9,8 @@ from typing import Any
 
 from cumulo.base import svg
 from cumulo.base.page import html_table, page
-from cumulo.compile.stages.record import TITLES, Stage, StagesRecord
-from cumulo.compile.stages.verdict import Verdict
+from cumulo.compile.stages.record import TITLES, StageText, StagesRecord
+from cumulo.compile.stages.verdict import KernelVerdict
 
 _STYLE = """
 main{max-width:none}pre{margin:0;font:12px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace;tab-size:4}
@@ -41,7 +41,7 @@ document.getElementById(box.value).hidden=!box.checked}));
 _CELL, _MOST_CELLS = 22, 16
 
 
-def stages_page(one: StagesRecord, verdict: Verdict, other: StagesRecord | None = None) -> str:
+def stages_page(one: StagesRecord, verdict: KernelVerdict, other: StagesRecord | None = None) -> str:
     resources, parts = one.resources, [f"<p>{escape(verdict.summary)}</p>"]
     matrix = ", ".join(f"{count} × {name}" for name, count in verdict.matrix_instructions.items()) or "none"
     tiles = {
@@ -87,7 +87,7 @@ def _finding(finding: Any) -> str:
     return f"<li>{where}{escape(finding.text)}</li>"
 
 
-def _chooser(stages: list[Stage]) -> str:
+def _chooser(stages: list[StageText]) -> str:
     shut = _shut(stages)
     boxes = (
         f'<label><input type="checkbox" value="stage-{one.name}"{"" if index in shut else " checked"}> '
@@ -97,12 +97,12 @@ def _chooser(stages: list[Stage]) -> str:
     return '<div class="choose">' + "".join(boxes) + "</div>"
 
 
-def _shut(stages: list[Stage]) -> set[int]:
+def _shut(stages: list[StageText]) -> set[int]:
     """LLVM IR is long and says little that PTX does not."""
     return {index for index, one in enumerate(stages) if one.name in ("llir", "ttir")}
 
 
-def _panes(stages: list[Stage], found: set[int]) -> str:
+def _panes(stages: list[StageText], found: set[int]) -> str:
     shut = _shut(stages)
     return '<div class="panes">' + "".join(
         f'<div class="pane" id="stage-{one.name}"{" hidden" if index in shut else ""}><h3>{TITLES[one.name]}</h3>'
@@ -111,7 +111,7 @@ def _panes(stages: list[Stage], found: set[int]) -> str:
     ) + "</div>"  # fmt: skip
 
 
-def _lines(stage: Stage, found: set[int]) -> Iterator[str]:
+def _lines(stage: StageText, found: set[int]) -> Iterator[str]:
     for text, line in stage.rows():
         shown = f"{line:>4}  {text}" if stage.name == "python" else text
         link = f' data-line="{line}"' if line else ""
@@ -133,7 +133,7 @@ def _diff(text: str) -> str:
     return f"<pre>{''.join(lines)}</pre>"
 
 
-def _accesses(verdict: Verdict) -> str:
+def _accesses(verdict: KernelVerdict) -> str:
     headings = (
         "line",
         "what",

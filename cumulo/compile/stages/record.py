@@ -49,7 +49,7 @@ class CompileError(CumuloError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageText:
     name: str
     text: str
     lines: list[int]  # for each line of the text the line of the kernel's file, 0 where there is none
@@ -89,12 +89,12 @@ class StagesRecord:
     triton: str
     file: str
     first_line: int
-    stages: list[Stage]
+    stages: list[StageText]
     passes: list[PassChange] = field(default_factory=list)
     resources: Resources = Resources()
     layouts: list[dict[str, Any]] = field(default_factory=list)
 
-    def stage(self, name: str) -> Stage | None:
+    def stage(self, name: str) -> StageText | None:
         return next((one for one in self.stages if one.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def record_of_json(raw: dict[str, Any]) -> StagesRecord:
     """Raises KeyError or TypeError where it is something else."""
     parts = {
         "launch": launch_of_json(raw["launch"]),
-        "stages": [Stage(**one) for one in raw["stages"]],
+        "stages": [StageText(**one) for one in raw["stages"]],
         "passes": [PassChange(**one) for one in raw["passes"]],
         "resources": Resources(**raw["resources"]),
     }
@@ -153,9 +153,9 @@ def record(launch: KernelLaunch, target: str) -> StagesRecord:
         raise CompileError(text.rstrip())
     python = found["source"].rstrip("\n")
     numbers = [found["first_line"] + index for index in range(len(python.split("\n")))]
-    stages = [Stage("python", python, numbers)]
+    stages = [StageText("python", python, numbers)]
     for name, text in found["stages"].items():
-        stages.append(Stage(name, *source_lines(name, text, found["file"])))
+        stages.append(StageText(name, *source_lines(name, text, found["file"])))
     resources = Resources(**found["resources"], **_assembled(run.stdout, found["stages"]))
     return StagesRecord(
         launch, target, found["triton"], found["file"], found["first_line"], stages,

@@ -37,7 +37,7 @@ class Waste:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LineTraffic:
     """All accesses of one source line in one direction, of one block."""
 
     line: int
@@ -65,7 +65,7 @@ class Occupancy:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BlockWork:
     """Of one block, in its heaviest loop if it has one."""
 
     flops: float
@@ -76,16 +76,16 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KernelVerdict:
     findings: list[Waste]
-    traffic: list[Traffic]
+    traffic: list[LineTraffic]
     occupancy: Occupancy | None
-    work: Work | None
+    work: BlockWork | None
     matrix_instructions: dict[str, int]
     summary: str
 
 
-def judge(one: StagesRecord) -> Verdict:
+def judge(one: StagesRecord) -> KernelVerdict:
     backend, arch, _ = TARGETS[one.target]
     traffic, work = [], None
     ptx = one.stage("ptx")
@@ -97,7 +97,7 @@ def judge(one: StagesRecord) -> Verdict:
     occupancy = _occupancy(one, int(arch)) if backend == "cuda" else None
     matrix = _matrix_instructions(one)
     findings = sorted(_findings(one, traffic, occupancy, matrix), key=lambda it: -it.cost)
-    return Verdict(findings, traffic, occupancy, work, matrix, _summary(one, findings, work))
+    return KernelVerdict(findings, traffic, occupancy, work, matrix, _summary(one, findings, work))
 
 
 def _numbers(one: StagesRecord, ptx: str) -> list[int]:
@@ -117,14 +117,14 @@ def _numbers(one: StagesRecord, ptx: str) -> list[int]:
     return numbers
 
 
-def _by_line(found: list[MemoryAccess]) -> Iterator[Traffic]:
+def _by_line(found: list[MemoryAccess]) -> Iterator[LineTraffic]:
     groups: dict[tuple[int, str, bool], list[MemoryAccess]] = defaultdict(list)
     for access in found:
         groups[access.source_line, access.space, access.is_store].append(access)
     for (line, space, is_store), group in sorted(groups.items()):
         sectors = [one.sectors for one in group if one.sectors is not None]
         words = [one.used_bytes for one in group if one.used_bytes is not None]
-        yield Traffic(
+        yield LineTraffic(
             line, space, is_store,
             instruction=" ".join(sorted({one.instruction for one in group})),
             count=len(group),
@@ -161,7 +161,7 @@ def _matrix_instructions(one: StagesRecord) -> dict[str, int]:
     return counts
 
 
-def _work(lines: list[str], found: list[MemoryAccess], warps: int) -> Work:
+def _work(lines: list[str], found: list[MemoryAccess], warps: int) -> BlockWork:
     """Floating-point operations and bytes of global memory in the heaviest innermost loop, or in all of it."""
     labels = {text.split(":")[0]: at for at, text in enumerate(lines) if re.match(r"\$L__BB\w+:", text)}
     loops = []
@@ -182,7 +182,7 @@ def _work(lines: list[str], found: list[MemoryAccess], warps: int) -> Work:
         if one.used_bytes is not None and heaviest[0] <= one.at < heaviest[1]
     )
     bulk = any("cp.async.bulk" in text for text in lines)
-    return Work(flops, moved, matrix, bool(innermost), not bulk)
+    return BlockWork(flops, moved, matrix, bool(innermost), not bulk)
 
 
 def _flops(lines: list[str], warps: int) -> tuple[float, bool]:
@@ -200,7 +200,7 @@ def _flops(lines: list[str], warps: int) -> tuple[float, bool]:
 
 
 def _findings(
-    one: StagesRecord, traffic: list[Traffic], occupancy: Occupancy | None, matrix: dict[str, int]
+    one: StagesRecord, traffic: list[LineTraffic], occupancy: Occupancy | None, matrix: dict[str, int]
 ) -> Iterator[Waste]:
     used = one.resources
     if spilled := used.spill_store_bytes + used.spill_load_bytes:
@@ -245,7 +245,7 @@ def _findings(
         yield Waste("low occupancy", 0, text, 1.5)
 
 
-def _summary(one: StagesRecord, findings: list[Waste], work: Work | None) -> str:
+def _summary(one: StagesRecord, findings: list[Waste], work: BlockWork | None) -> str:
     parts = []
     example = _EXAMPLE.get(one.target)
     if work is not None and work.bytes and work.whole and example is not None:
