@@ -25,10 +25,12 @@ from cumulo.compile.passes.code import Code, choose_code, kernel_text, launcher_
 from cumulo.compile.passes.facts import Notes, declined, fake
 from cumulo.compile.passes.function import order_steps, write_function
 from cumulo.compile.passes.groups import Group, find_groups, pattern_name
+from cumulo.compile.passes.linears import FROZEN, join_linears
 from cumulo.compile.passes.memory import in_order, peak_bytes, plan_memory
 from cumulo.compile.passes.report import (
     GraphReport,
     Kernel,
+    count_kernels,
     count_operations,
     draw_graph,
     draw_steps,
@@ -37,7 +39,13 @@ from cumulo.compile.passes.report import (
 from cumulo.errors import ConfigError
 
 Pass = Callable[[GraphModule, Notes], GraphModule]
-PASSES: tuple[Pass, ...] = (fold_constants, drop_copies, common_subexpressions, remove_dead)
+PASSES: tuple[Pass, ...] = (
+    fold_constants,
+    drop_copies,
+    common_subexpressions,
+    join_linears,
+    remove_dead,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class Options:
     code: Code = (
         "auto"  # what runs groups: triton, inductor, eager; auto: the first of these that is possible here
     )
+    freeze: bool = False  # weights never change: passes may keep joined copies of them
     passes: Sequence[Pass] = PASSES  # what rewrites the graph before groups are found
 
 
@@ -99,6 +108,9 @@ def compile_graph(
     context = torch._guards.TracingContext.try_get()
     if stage == "forward" and context is not None and context.fw_metadata is not None:
         module.meta[USER_OUTPUTS] = context.fw_metadata.num_forward_returns
+    if stage == "inference" and options.freeze and context is not None and context.fw_metadata is not None:
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        module.meta[FROZEN] = {names[place] for place in context.fw_metadata.static_input_indices}
     before, drawn = count_operations(module.graph), draw_graph(module.graph)
     steps = in_order(module.graph)
     work, peak = work_of(steps), peak_bytes(steps, module.graph)
@@ -126,7 +138,7 @@ def compile_graph(
     run, text = write_function(module, steps, plan, launchers)
     after = draw_steps(steps)
     report = GraphReport(
-        stage, before, sum(not one.is_view for one in after), work, work_of(steps), tuple(notes), peak,
+        stage, before, count_kernels(steps), work, work_of(steps), tuple(notes), peak,
         plan.peak_after_bytes, plan.reused_bytes, len(plan.in_place), text, tuple(kernels.values()), drawn, after,
     )  # fmt: skip
     for reports in _records:

@@ -29,6 +29,7 @@ class Declined:
 
 
 Notes = list[Fused | Declined]
+IS_KEPT = "cumulo_is_kept"  # in a node's meta: its value is there from call to call and moves nothing
 
 
 def fused(notes: Notes, pattern: str, nodes: Sequence[Node], bytes_saved: int) -> None:

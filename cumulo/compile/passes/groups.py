@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from cumulo.compile.passes.facts import (
+    IS_KEPT,
     Notes,
     aten_name,
     base_of,
@@ -20,17 +21,16 @@ from cumulo.compile.passes.facts import (
     shown_tensor,
     tensor,
 )
-from cumulo.compile.passes.kernel_source import (
+from cumulo.compile.passes.kernel_source import MOST_COLUMNS, KernelSource, write_kernel
+from cumulo.compile.passes.operations import (
     FUSABLE,
     INSETS,
-    MOST_COLUMNS,
     REDUCTIONS,
-    KernelSource,
+    TYPES,
+    CannotWrite,
     is_constant,
     reduced_dims,
-    write_kernel,
 )
-from cumulo.compile.passes.operations import TYPES, CannotWrite
 
 MOST_NODES = 60
 
@@ -164,10 +164,13 @@ def _producers(node: Node) -> list[Node]:
 def _why_not(node: Node) -> str | None:
     """Why a node joins no group; None where it may, "" where nothing need be said."""
     name, value = aten_name(node), tensor(node)
-    if node.op != "call_function" or (value is None and not name):
+    if node.op != "call_function" or (value is None and not name) or node.meta.get(IS_KEPT):
         return ""
     if name not in FUSABLE or value is None:
-        return f"{name} is a library's kernel" if name else f"{node.target} is an operation of its own"
+        called = getattr(node.target, "__name__", "") if callable(node.target) else ""
+        return (
+            f"{name} is a library's kernel" if name else f"{called or node.target} is an operation of its own"
+        )
     inputs = [tensor(one) for one in node.all_input_nodes]
     if any(one is None for one in inputs):
         return "it reads a number that is known only at run time"

@@ -17,11 +17,15 @@ from torch.fx import Node
 from cumulo.compile.passes.facts import argument_of, aten_name, fake, is_result, is_static, is_view, tensor
 from cumulo.compile.passes.index import COLUMN, ROW, Form, number, split
 from cumulo.compile.passes.operations import (
-    POINTWISE,
+    INSETS,
+    REDUCTIONS,
     TYPES,
     CannotWrite,
     Value,
+    is_constant,
+    keeps_shape,
     literal,
+    reduced_dims,
     register,
     rounded,
     write,
@@ -31,12 +35,6 @@ from cumulo.compile.passes.views import broadcast, moved, seen_through, within
 MOST_COLUMNS = 16384  # of a reduction: its row is one tile
 TILE = 1024  # elements of a tile of pointwise work
 MOST_POINTERS = 24
-
-REDUCTIONS = {"sum", "mean", "amax", "amin", "_softmax", "_log_softmax", "_softmax_backward_data",
-              "_log_softmax_backward_data"}  # fmt: skip
-CONSTANTS = {"full", "zeros", "ones", "scalar_tensor"}
-INSETS = {"slice_scatter", "constant_pad_nd", "slice_backward", "select_backward"}
-FUSABLE = POINTWISE | REDUCTIONS | {"cat", "arange", "roll"} | INSETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +46,6 @@ class KernelSource:
     warps: int
     # Inputs that every element's program reads only where it writes: an output may take their memory.
     replaceable: frozenset[Node]
-
-
-def reduced_dims(node: Node) -> tuple[int, ...]:
-    """The dimensions that a reduction takes together, which must be the last ones."""
-    name, args = aten_name(node), tuple[Any, ...](node.args)
-    dims = fake(args[0]).dim()
-    if name in ("_softmax", "_log_softmax"):
-        given = [args[1]]
-    elif name.endswith("_backward_data"):
-        given = [args[2]]
-    else:
-        given = list(args[1] or ()) if len(args) > 1 else []
-    found = sorted(dim % dims for dim in given or range(dims)) if dims else []
-    if not found or found != list(range(dims - len(found), dims)):
-        raise CannotWrite("it reduces over other than the last dimensions")
-    return tuple(found)
-
-
-def is_constant(node: Node) -> bool:
-    return aten_name(node) in CONSTANTS and not node.all_input_nodes
-
-
-def keeps_shape(node: Node) -> bool:
-    """Whether a reduction gives a number for each element of its row, as softmax does."""
-    return aten_name(node).startswith("_")
 
 
 def write_kernel(

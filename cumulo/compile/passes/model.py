@@ -54,7 +54,7 @@ class WholeSequences(nn.Module):
             x = x + attention.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
             x = x + layer.ffn(layer.ffn_norm(x))
         logits: Tensor = decoder.logits(decoder.final_norm(x))
-        return logits.unflatten(0, (batch, length))
+        return logits.view(batch, length, -1)
 
 
 def compile_model(

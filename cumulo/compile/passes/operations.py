@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from cumulo.compile.passes.facts import aten_name, tensor
+from cumulo.compile.passes.facts import aten_name, fake, tensor
 
 
 class CannotWrite(Exception):
@@ -97,6 +97,38 @@ _OTHER = {
     "threshold_backward", "logical_not", "bitwise_not", "addcmul", "isnan",
 }  # fmt: skip
 POINTWISE = {*_ARITHMETIC, *_FLOAT, *_ANY, *_COMPARE, *_BITS, *_LOGIC, *_OTHER}
+
+
+REDUCTIONS = {"sum", "mean", "amax", "amin", "_softmax", "_log_softmax", "_softmax_backward_data",
+              "_log_softmax_backward_data"}  # fmt: skip
+CONSTANTS = {"full", "zeros", "ones", "scalar_tensor"}
+INSETS = {"slice_scatter", "constant_pad_nd", "slice_backward", "select_backward"}
+FUSABLE = POINTWISE | REDUCTIONS | {"cat", "arange", "roll"} | INSETS
+
+
+def reduced_dims(node: Node) -> tuple[int, ...]:
+    """The dimensions that a reduction takes together, which must be the last ones."""
+    name, args = aten_name(node), tuple[Any, ...](node.args)
+    dims = fake(args[0]).dim()
+    if name in ("_softmax", "_log_softmax"):
+        given = [args[1]]
+    elif name.endswith("_backward_data"):
+        given = [args[2]]
+    else:
+        given = list(args[1] or ()) if len(args) > 1 else []
+    found = sorted(dim % dims for dim in given or range(dims)) if dims else []
+    if not found or found != list(range(dims - len(found), dims)):
+        raise CannotWrite("it reduces over other than the last dimensions")
+    return tuple(found)
+
+
+def is_constant(node: Node) -> bool:
+    return aten_name(node) in CONSTANTS and not node.all_input_nodes
+
+
+def keeps_shape(node: Node) -> bool:
+    """Whether a reduction gives a number for each element of its row, as softmax does."""
+    return aten_name(node).startswith("_")
 
 
 def write(node: Node, argument: Callable[[Any], Value | None]) -> str:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cumulo.base.quantities import quantity
 from cumulo.compile.passes.facts import (
+    IS_KEPT,
     Declined,
     Fused,
     aten_name,
@@ -107,6 +108,13 @@ def count_operations(graph: Graph) -> int:
     return sum(node.op == "call_function" and not is_view(node) for node in graph.nodes)
 
 
+def count_kernels(steps: Sequence[Step]) -> int:
+    """Generated kernels and library calls; views and what is kept from call to call run nothing."""
+    nodes = [step.nodes[0] for step in steps if step.group is None]
+    idle = sum(node.op == "get_attr" or is_view(node) or bool(node.meta.get(IS_KEPT)) for node in nodes)
+    return len(steps) - idle
+
+
 def work_of(steps: Sequence[Step]) -> Work:
     each = [(_moved(step), sum(map(_flops, step.nodes))) for step in steps if not is_view(step.nodes[0])]
     return Work(sum(moved for moved, _ in each), tuple(each))
@@ -115,7 +123,11 @@ def work_of(steps: Sequence[Step]) -> Work:
 def _moved(step: Step) -> int:
     if step.group is None:
         node = step.nodes[0]
-        return 0 if node.op == "get_attr" else node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
+        return (
+            0
+            if node.op == "get_attr" or node.meta.get(IS_KEPT)
+            else node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
+        )
     return step.group.traffic_bytes
 
 

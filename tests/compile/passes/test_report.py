@@ -82,6 +82,31 @@ def test_a_custom_operation_works_and_stays_an_operation_of_its_own() -> None:
     assert any("twice" in why and HERE in line for why, _, line in graph.reasons())
 
 
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, size, bias=False) for size in (16, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
+        return torch.nn.functional.scaled_dot_product_attention(query.sin(), key, value, enable_gqa=True) + 1
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_three_linears_of_one_input_become_one_where_weights_are_frozen(freeze: bool) -> None:
+    report = compile_model(Attention(), [(torch.randn(2, 6, 16),)], freeze=freeze)
+    (graph,) = report.graphs
+    assert report.difference < 1e-5
+    assert graph.function.count("aten_mm_default(") == (1 if freeze else 3)
+    joined = any(name == "linears of one input" for name, *_ in graph.patterns())
+    refused = any(
+        "products of one input needs options={'freeze': True}" in why for why, _, _ in graph.reasons()
+    )
+    assert (joined, refused) == (freeze, not freeze)
+
+
 def test_a_pass_of_the_readers_own_replaces_additions_by_a_custom_operation() -> None:
     @torch.library.custom_op("cumulo_tests::add", mutates_args=())
     def add(a: Tensor, b: Tensor) -> Tensor:
@@ -107,7 +132,7 @@ def test_a_pass_of_the_readers_own_replaces_additions_by_a_custom_operation() ->
 
 
 def test_an_unknown_option_is_refused_with_those_there_are() -> None:
-    with pytest.raises(Exception, match=r"has no option 'fast'; it has code, passes"):
+    with pytest.raises(Exception, match=r"has no option 'fast'; it has code, freeze, passes"):
         torch.compile(lambda x: x + 1, backend="cumulo", options={"fast": True})(torch.ones(3))
 
 
