@@ -80,8 +80,8 @@ def rows(least_s: float = 1.0) -> list[dict[str, Any]]:
          lambda: torch.add(x, y, out=out)),
         ("softmax, 2048 x 4096", 0.5, lambda: kernels["softmax"][(count,)](wide, wide_out, columns, BLOCK=columns),
          lambda: torch.softmax(wide, -1, out=wide_out)),
-        ("RMSNorm, 2048 x 4096", 0.5, lambda: rms_norm(wide, weight, 1e-6, out=wide_out),
-         lambda: torch.nn.functional.rms_norm(wide, (columns,), weight, 1e-6)),
+        ("RMSNorm, 2048 x 4096, next to layer norm", 0.5, lambda: rms_norm(wide, weight, 1e-6, out=wide_out),
+         lambda: torch.nn.functional.layer_norm(wide, (columns,), weight)),
         ("matmul, 1024 x 1024 x 1024", 0.2, lambda: kernels["matmul"][(edge // 64, edge // 64)](
             a, b, square, edge, edge, edge, BM=64, BN=64, BK=64), lambda: torch.mm(a, b, out=square)),
     ]  # fmt: skip

@@ -109,7 +109,7 @@ def case_paged_decode_attention():
 
 def case_products_that_do_not_depend_on_the_batch():
     x, w, bias = torch.randn(9, 200).half(), torch.randn(72, 200).half() * 0.1, torch.randn(72).half()
-    return {"out": same(invariant_matmul(x, w, bias), product_reference(x, w, bias), 2e-2)}
+    return {"out": same(invariant_matmul(x, w, bias=bias), product_reference(x, w, bias), 2e-2)}
 
 
 def case_norms_of_any_shape():

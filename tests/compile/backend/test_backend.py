@@ -1,5 +1,8 @@
 """Kernels on the CPU back end: they run, agree with torch and with the interpreter, or say why they cannot run."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +55,14 @@ def test_our_kernels_agree_with_torch_and_with_the_interpreter(case: str, tmp_pa
     assert isinstance(interpreted, dict), interpreted
     for name, value in found.items():
         torch.testing.assert_close(value, interpreted[name], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.long
+def test_the_tours_example_prints_what_the_page_shows(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "compile-backend.md").read_text()
+    script = tmp_path / "scaled.py"
+    script.write_text(page.split("```python\n")[1].split("```")[0])
+    shown = page.split("$ python scaled.py\n")[1].split("```")[0]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert result.stdout == shown, result.stderr
