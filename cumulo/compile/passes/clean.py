@@ -144,7 +144,7 @@ def _ancestors(node: Node) -> list[Node]:
 
 
 def common_subexpressions(module: GraphModule, notes: Notes) -> GraphModule:
-    """Of two equal operations on equal arguments the second goes."""
+    """The second of two equal operations on equal arguments goes."""
     graph = module.graph
     result, touched = user_gets(module), written(graph)
     seen: dict[Any, Node] = {}

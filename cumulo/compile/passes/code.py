@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cumulo.compile.passes.facts import tensor
-from cumulo.compile.passes.groups import Group
+from cumulo.compile.passes.groups import FusedGroup
 from cumulo.errors import ConfigError
 
 Code = Literal["auto", "triton", "inductor", "eager"]
@@ -70,7 +70,7 @@ def _has_compiler() -> bool:
     return any(which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
-def launcher_of(group: Group, code: Code, name: str) -> Launcher:
+def launcher_of(group: FusedGroup, code: Code, name: str) -> Launcher:
     """What runs the group: takes inputs and outputs (Triton), or a list of inputs and gives outputs (Inductor)."""
     metas = tuple(
         (value.dtype, value.device, tuple(value.shape), tuple(value.stride()))
@@ -83,11 +83,11 @@ def launcher_of(group: Group, code: Code, name: str) -> Launcher:
     return _compiled[key]
 
 
-def kernel_text(group: Group, name: str) -> str:
+def kernel_text(group: FusedGroup, name: str) -> str:
     return group.source.text.replace("KERNEL", name, 1)
 
 
-def _triton(group: Group, name: str) -> Launcher:
+def _triton(group: FusedGroup, name: str) -> Launcher:
     import triton
     import triton.language as tl
 
@@ -115,7 +115,7 @@ def _triton(group: Group, name: str) -> Launcher:
     return launch
 
 
-def _inductor(group: Group) -> Launcher:
+def _inductor(group: FusedGroup) -> Launcher:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
@@ -129,7 +129,7 @@ def _inductor(group: Group) -> Launcher:
         return compile_fx_inner(module, inputs)
 
 
-def as_module(group: Group) -> GraphModule:
+def as_module(group: FusedGroup) -> GraphModule:
     """The group as a graph of its own, with the views and constants it looks through."""
     graph, copies = Graph(), {}
     for node in group.source.inputs:

@@ -24,7 +24,7 @@ from cumulo.compile.passes.clean import (
 from cumulo.compile.passes.code import Code, choose_code, kernel_text, launcher_of
 from cumulo.compile.passes.facts import Notes, declined, fake
 from cumulo.compile.passes.function import order_steps, write_function
-from cumulo.compile.passes.groups import Group, find_groups, pattern_name
+from cumulo.compile.passes.groups import FusedGroup, find_groups, pattern_name
 from cumulo.compile.passes.linears import FROZEN, join_linears
 from cumulo.compile.passes.memory import in_order, peak_bytes, plan_memory
 from cumulo.compile.passes.report import (
@@ -117,7 +117,7 @@ def compile_graph(
     for one in options.passes:
         module = one(module, notes)
     groups = find_groups(module, notes)
-    launchers: dict[Group, tuple[str, Callable[..., Any], bool]] = {}
+    launchers: dict[FusedGroup, tuple[str, Callable[..., Any], bool]] = {}
     kernels: dict[str, Kernel] = {}
     for group in groups:
         value = fake(group.outputs[0])

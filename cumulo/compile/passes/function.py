@@ -14,15 +14,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cumulo.compile.passes.facts import base_of, fake, is_result, is_static, is_view, shown_tensor, tensor
-from cumulo.compile.passes.groups import Group
-from cumulo.compile.passes.memory import MemoryPlan, Step
+from cumulo.compile.passes.groups import FusedGroup
+from cumulo.compile.passes.memory import BufferPlan, GraphStep
 
 
-def order_steps(module: GraphModule, groups: Sequence[Group]) -> list[Step]:
+def order_steps(module: GraphModule, groups: Sequence[FusedGroup]) -> list[GraphStep]:
     """Groups and single nodes in an order in which all that a step reads is there, without what nobody reads."""
     of_node = {node: group for group in groups for node in group.nodes}
     places = {node: place for place, node in enumerate(module.graph.nodes)}
-    steps: dict[Any, Step] = {}
+    steps: dict[Any, GraphStep] = {}
     output = next(iter(reversed(module.graph.nodes)))
     wanted = [*output.all_input_nodes, *(n for n in places if n.op == "call_function" and _is_noticed(n))]
     while wanted:
@@ -32,9 +32,9 @@ def order_steps(module: GraphModule, groups: Sequence[Group]) -> list[Step]:
         if key in steps or node.op == "placeholder":
             continue
         if group is not None:
-            steps[key] = Step(group.outputs, group.source.inputs, group)
+            steps[key] = GraphStep(group.outputs, group.source.inputs, group)
         else:
-            steps[key] = Step(
+            steps[key] = GraphStep(
                 (node,), (shown_tensor(node),) if is_shortcut(node) else tuple(node.all_input_nodes)
             )
         wanted += steps[key].reads
@@ -102,9 +102,9 @@ Launcher = Callable[..., Any]
 
 def write_function(
     module: GraphModule,
-    steps: Sequence[Step],
-    plan: MemoryPlan,
-    launchers: dict[Group, tuple[str, Launcher, bool]],
+    steps: Sequence[GraphStep],
+    plan: BufferPlan,
+    launchers: dict[FusedGroup, tuple[str, Launcher, bool]],
 ) -> tuple[Callable[[list[Any]], Any], str]:
     """The function, which takes the list of its arguments and empties it, and its text. `launchers`: of each group
     the name of its kernel, what runs it, and whether that takes the outputs or returns them."""
@@ -206,7 +206,9 @@ class _Writer:
         arguments += [f"{key}={self.shown(value)}" for key, value in node.kwargs.items()]
         self.line(f"{node.name} = {name}({', '.join(arguments)})")
 
-    def group(self, step: Step, plan: MemoryPlan, name: str, launcher: Launcher, takes_outputs: bool) -> None:
+    def group(
+        self, step: GraphStep, plan: BufferPlan, name: str, launcher: Launcher, takes_outputs: bool
+    ) -> None:
         assert step.group is not None
         self.names[name] = launcher  # kernel_0_..., which no node is called
         reads = [self.shown(node) for node in step.reads]

@@ -36,7 +36,7 @@ MOST_NODES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FusedGroup:
     """Nodes that one kernel computes; `source` is named KERNEL until the compiler names it."""
 
     nodes: tuple[Node, ...]
@@ -56,12 +56,12 @@ class _Unit:
     before: int = 0  # the bits of all that must run first
 
 
-def find_groups(module: GraphModule, notes: Notes) -> list[Group]:
+def find_groups(module: GraphModule, notes: Notes) -> list[FusedGroup]:
     growing = _Growing()
     for node in module.graph.nodes:
         if not is_view(node) and not is_constant(node):
             growing.add(node, _why_not(node), notes)
-    groups: list[Group] = []
+    groups: list[FusedGroup] = []
     for unit in growing.units:
         if unit.elements is not None:
             groups += _written(sorted(unit.nodes), unit.columns, notes)
@@ -202,7 +202,7 @@ def _columns(node: Node) -> int | None:
 
 
 def _elements(node: Node) -> int:
-    """Of the largest tensor: a reduction is as large as what it reads."""
+    """The elements of its largest tensor: a reduction is as large as what it reads."""
     return fake(node.args[0] if aten_name(node) in REDUCTIONS else node).numel()
 
 
@@ -235,7 +235,7 @@ def _is_in_rows(node: Node, columns: int, elements: int | None) -> bool:
     return size == columns
 
 
-def _written(nodes: Sequence[Node], columns: int | None, notes: Notes) -> list[Group]:
+def _written(nodes: Sequence[Node], columns: int | None, notes: Notes) -> list[FusedGroup]:
     """The group, or the parts of it that can be written."""
     if len(nodes) == 1:
         declined(notes, nodes, "it stands alone: nothing next to it runs over the same elements")
@@ -250,7 +250,7 @@ def _written(nodes: Sequence[Node], columns: int | None, notes: Notes) -> list[G
         return _written(nodes[:half], columns, notes) + _written(nodes[half:], columns, notes)
     traffic = sum(map(node_bytes, outputs)) + sum(_read_bytes(one, nodes) for one in source.inputs)
     fused(notes, pattern_name(nodes), nodes, sum(map(_traffic, nodes)) - traffic)
-    return [Group(tuple(nodes), outputs, source, traffic)]
+    return [FusedGroup(tuple(nodes), outputs, source, traffic)]
 
 
 def outputs_of(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -1,8 +1,8 @@
 """Where an element lies: linear forms over a tile's row `x` and column `y`, simplified so that views of views cost
 nothing. The writer of Triton code asks it for every load and store.
 
-An index is a sum of atoms times numbers. An atom is `x`, `y` or a Part: (form // stride) % size. Splitting a number
-into parts and putting them together again, as a view to another shape does, gives back the number.
+An index is a sum of atoms times numbers. An atom is `x`, `y` or an IndexPart: (form // stride) % size. Splitting a
+number into parts and putting them together again, as a view to another shape does, gives back the number.
 """
 
 import math
@@ -10,27 +10,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    terms: tuple[tuple["Part | str", int], ...] = ()  # atom, coefficient; sorted by text
+class IndexForm:
+    terms: tuple[tuple["IndexPart | str", int], ...] = ()  # atom, coefficient; sorted by text
     constant: int = 0
 
-    def __add__(self, other: "Form") -> "Form":
+    def __add__(self, other: "IndexForm") -> "IndexForm":
         return _form([*self.terms, *other.terms], self.constant + other.constant)
 
-    def __mul__(self, factor: int) -> "Form":
+    def __mul__(self, factor: int) -> "IndexForm":
         if factor == 0:
-            return Form()
-        return Form(tuple((atom, number * factor) for atom, number in self.terms), self.constant * factor)
+            return IndexForm()
+        return IndexForm(
+            tuple((atom, number * factor) for atom, number in self.terms), self.constant * factor
+        )
 
     def uses(self, variable: str) -> bool:
         return any(
-            atom.inside.uses(variable) if isinstance(atom, Part) else atom == variable
+            atom.inside.uses(variable) if isinstance(atom, IndexPart) else atom == variable
             for atom, _ in self.terms
         )
 
     def splits(self, variable: str) -> bool:
         """Whether the variable is divided somewhere: neighbours are then no neighbours in memory."""
-        return any(isinstance(atom, Part) and atom.inside.uses(variable) for atom, _ in self.terms)
+        return any(isinstance(atom, IndexPart) and atom.inside.uses(variable) for atom, _ in self.terms)
 
     def __str__(self) -> str:
         words = [str(atom) if number == 1 else f"{atom} * {number}" for atom, number in self.terms]
@@ -40,10 +42,10 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class IndexPart:
     """(inside // stride) % size; without a size the last, which nothing limits."""
 
-    inside: Form
+    inside: IndexForm
     stride: int
     size: int | None
 
@@ -54,14 +56,14 @@ class Part:
         return f"({text})" if self.size is None else f"({text} % {self.size})"
 
 
-ROW, COLUMN = Form((("x", 1),)), Form((("y", 1),))
+ROW, COLUMN = IndexForm((("x", 1),)), IndexForm((("y", 1),))
 
 
-def number(constant: int) -> Form:
-    return Form((), constant)
+def number(constant: int) -> IndexForm:
+    return IndexForm((), constant)
 
 
-def split(form: Form, sizes: tuple[int, ...], limits: dict[str, int]) -> tuple[Form, ...]:
+def split(form: IndexForm, sizes: tuple[int, ...], limits: dict[str, int]) -> tuple[IndexForm, ...]:
     """The coordinates in a shape of the element with this number. `limits`: x and y are less than these."""
     parts, stride = [], 1
     for place in range(len(sizes) - 1, -1, -1):
@@ -72,21 +74,21 @@ def split(form: Form, sizes: tuple[int, ...], limits: dict[str, int]) -> tuple[F
     return tuple(reversed(parts))
 
 
-def _part(form: Form, stride: int, size: int | None, limits: dict[str, int]) -> Form:
+def _part(form: IndexForm, stride: int, size: int | None, limits: dict[str, int]) -> IndexForm:
     """(form // stride) % size, simplified: with form = d q + r, where d divides the stride and r stays below d, it
     is (q // (stride / d)) % size."""
     terms = sorted(form.terms, key=lambda term: -abs(term[1]))
     for count in range(len(terms), -1, -1):
         divisor = math.gcd(stride, *(factor for _, factor in terms[:count]))
-        rest = Form(tuple(terms[count:]), form.constant % divisor)
+        rest = IndexForm(tuple(terms[count:]), form.constant % divisor)
         most = _most(rest, limits)
         if divisor > 1 and most is not None and most < divisor:
             high = tuple((atom, factor // divisor) for atom, factor in terms[:count])
-            return _part(Form(high, form.constant // divisor), stride // divisor, size, limits)
+            return _part(IndexForm(high, form.constant // divisor), stride // divisor, size, limits)
     if size is not None:
         # Multiples of stride * size go away; so does the remainder, where the rest stays within it.
         period = stride * size
-        kept = Form(tuple(term for term in form.terms if term[1] % period), form.constant % period)
+        kept = IndexForm(tuple(term for term in form.terms if term[1] % period), form.constant % period)
         most = _most(kept, limits)
         if most is not None and kept != form:
             return _part(kept, stride, size, limits)
@@ -94,15 +96,15 @@ def _part(form: Form, stride: int, size: int | None, limits: dict[str, int]) -> 
             size = None
     if stride == 1 and size is None:
         return form
-    return _form([(Part(form, stride, size), 1)], 0)
+    return _form([(IndexPart(form, stride, size), 1)], 0)
 
 
-def _most(form: Form, limits: dict[str, int]) -> int | None:
+def _most(form: IndexForm, limits: dict[str, int]) -> int | None:
     total = form.constant
     for atom, factor in form.terms:
         if factor < 0:
             return None
-        if isinstance(atom, Part):
+        if isinstance(atom, IndexPart):
             if atom.size is None:
                 inside = _most(atom.inside, limits)
                 if inside is None:
@@ -115,15 +117,15 @@ def _most(form: Form, limits: dict[str, int]) -> int | None:
     return total if form.constant >= 0 else None
 
 
-def _form(terms: list[tuple["Part | str", int]], constant: int) -> Form:
+def _form(terms: list[tuple["IndexPart | str", int]], constant: int) -> IndexForm:
     """Equal atoms summed, and neighbouring parts of one number joined."""
-    sums: dict[Part | str, int] = {}
+    sums: dict[IndexPart | str, int] = {}
     for atom, factor in terms:
         sums[atom] = sums.get(atom, 0) + factor
     joined = True
     while joined:
         joined = False
-        parts = [atom for atom in sums if isinstance(atom, Part)]
+        parts = [atom for atom in sums if isinstance(atom, IndexPart)]
         for low in parts:
             for high in parts:
                 if (
@@ -141,11 +143,11 @@ def _form(terms: list[tuple["Part | str", int]], constant: int) -> Form:
                             sums[atom] = sums.get(atom, 0) + inner * factor
                         constant += low.inside.constant * factor
                     else:
-                        atom = Part(low.inside, low.stride, size)
+                        atom = IndexPart(low.inside, low.stride, size)
                         sums[atom] = sums.get(atom, 0) + factor
                     joined = True
                     break
             if joined:
                 break
     kept = [(atom, factor) for atom, factor in sums.items() if factor]
-    return Form(tuple(sorted(kept, key=lambda term: str(term[0]))), constant)
+    return IndexForm(tuple(sorted(kept, key=lambda term: str(term[0]))), constant)

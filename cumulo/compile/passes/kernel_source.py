@@ -1,7 +1,7 @@
 """The Triton source of a group of operations: one kernel, one readable text. The compiler writes it for every group
 before it decides that the group is one.
 
-A kernel computes a tile of rows × columns. `Writer.value` asks backwards from what is stored: the value of an
+A kernel computes a tile of rows × columns. `KernelWriter.value` asks backwards from what is stored: the value of an
 operation at an index is an expression over its arguments' values at theirs. A view only changes the index; a
 reduction needs its whole row in the tile.
 """
@@ -15,13 +15,13 @@ import torch
 from torch.fx import Node
 
 from cumulo.compile.passes.facts import argument_of, aten_name, fake, is_result, is_static, is_view, tensor
-from cumulo.compile.passes.index import COLUMN, ROW, Form, number, split
+from cumulo.compile.passes.index import COLUMN, ROW, IndexForm, number, split
 from cumulo.compile.passes.operations import (
     INSETS,
     REDUCTIONS,
     TYPES,
     CannotWrite,
-    Value,
+    KernelValue,
     is_constant,
     keeps_shape,
     literal,
@@ -62,21 +62,23 @@ def write_kernel(
         if columns > MOST_COLUMNS:
             raise CannotWrite(f"a row of {columns:,} numbers is longer than a tile of {MOST_COLUMNS:,}")
         total = max(fake(node.args[0] if aten_name(node) in REDUCTIONS else node).numel() for node in nodes)
-        return Writer(name, nodes, outputs, ((total // columns,), (columns,)), None, True).source()
+        return KernelWriter(name, nodes, outputs, ((total // columns,), (columns,)), None, True).source()
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)) if shape else []
     first: KernelSource | None = None
     for inner in range(len(order), 0, -1):
         sizes = tuple(shape[dim] for dim in order)
-        writer = Writer(name, nodes, outputs, (sizes[:-inner], sizes[-inner:]), (shape, tuple(order)), False)
+        writer = KernelWriter(
+            name, nodes, outputs, (sizes[:-inner], sizes[-inner:]), (shape, tuple(order)), False
+        )
         source = writer.source()
         first = first or source
         if not writer.splits_columns:
             return source
-    return first or Writer(name, nodes, outputs, ((), (1,)), None, False).source()
+    return first or KernelWriter(name, nodes, outputs, ((), (1,)), None, False).source()
 
 
 @dataclass
-class Writer:
+class KernelWriter:
     """Writes one kernel. `sizes`: of the dimensions that rows and columns run over. `order`: the shape they come
     from and its dimensions, slowest first; None: elements are counted in their logical order."""
 
@@ -89,8 +91,8 @@ class Writer:
     splits_columns: bool = False
     lines: list[str] = field(default_factory=list)
     pointers: dict[Node, str] = field(default_factory=dict)
-    known: dict[Any, Value] = field(default_factory=dict)
-    reads: dict[Node, set[Form]] = field(default_factory=dict)
+    known: dict[Any, KernelValue] = field(default_factory=dict)
+    reads: dict[Node, set[IndexForm]] = field(default_factory=dict)
     wide: bool = False
 
     def source(self) -> KernelSource:
@@ -144,7 +146,7 @@ class Writer:
         )  # fmt: skip
 
     # -- indices ---------------------------------------------------------------------------------------------
-    def _own_index(self, node: Node, value: torch.Tensor) -> tuple[Form, ...]:
+    def _own_index(self, node: Node, value: torch.Tensor) -> tuple[IndexForm, ...]:
         """Where a program's elements of an output lie."""
         shape = tuple(value.shape)
         if self.order is not None and shape == self.order[0]:
@@ -159,8 +161,8 @@ class Writer:
             return split(ROW, shape, self.limits)
         raise CannotWrite("its results have different numbers of elements")
 
-    def _offset(self, index: Sequence[Form], strides: Sequence[int]) -> Form:
-        total = Form()
+    def _offset(self, index: Sequence[IndexForm], strides: Sequence[int]) -> IndexForm:
+        total = IndexForm()
         for form, stride in zip(index, strides, strict=True):
             total = total + form * stride
         self.splits_columns |= total.splits("y")
@@ -170,11 +172,11 @@ class Writer:
         self.wide |= reach >= 1 << 31 and self.rows * self.columns >= 1 << 24
         return total
 
-    def _address(self, offset: Form) -> str:
+    def _address(self, offset: IndexForm) -> str:
         text = str(offset)
         return f"({text})" if " " in text else text
 
-    def _mask(self, offset: Form, conditions: Sequence[str], other: str) -> str:
+    def _mask(self, offset: IndexForm, conditions: Sequence[str], other: str) -> str:
         masks = list(conditions)
         if offset.uses("y") and self.masks_columns:
             masks.append(f"(y < {self.columns})")
@@ -193,13 +195,13 @@ class Writer:
         )
 
     # -- values ----------------------------------------------------------------------------------------------
-    def value(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def value(self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]) -> KernelValue:
         key = (node, index, conditions)
         if key not in self.known:
             self.known[key] = self._value(node, index, conditions)
         return self.known[key]
 
-    def _value(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def _value(self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]) -> KernelValue:
         value, name = tensor(node), aten_name(node)
         if value is None or not is_static(value):
             raise CannotWrite("it reads what is no tensor of known sizes")
@@ -222,7 +224,7 @@ class Writer:
         if name == "arange":
             return self._positions(node, index[0])
 
-        def argument(one: Any) -> Value | None:
+        def argument(one: Any) -> KernelValue | None:
             if not isinstance(one, Node):
                 return None
             given = tensor(one)
@@ -232,16 +234,16 @@ class Writer:
 
         return self._let(write(node, argument), node)
 
-    def _let(self, text: str, node: Node, dtype: torch.dtype | None = None) -> Value:
+    def _let(self, text: str, node: Node, dtype: torch.dtype | None = None) -> KernelValue:
         variable = f"v{len(self.lines)}"
         self.lines.append(f"    {variable} = {text}  # {aten_name(node) or node.op}")
-        return Value(variable, dtype or fake(node).dtype)
+        return KernelValue(variable, dtype or fake(node).dtype)
 
-    def _constant(self, number: Any, node: Node) -> Value:
+    def _constant(self, number: Any, node: Node) -> KernelValue:
         dtype = fake(node).dtype
         return self._let(f"tl.full([], {literal(number, dtype)}, tl.{register(dtype)})", node)
 
-    def _positions(self, node: Node, index: Form) -> Value:
+    def _positions(self, node: Node, index: IndexForm) -> KernelValue:
         args, dtype = tuple[Any, ...](node.args), fake(node).dtype
         start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
         if not isinstance(start, int) or not isinstance(step, int):
@@ -252,8 +254,8 @@ class Writer:
         return self._let(rounded(f"{text}.to(tl.{register(dtype)})", dtype), node)
 
     def _load(
-        self, node: Node, value: torch.Tensor, index: tuple[Form, ...], conditions: tuple[str, ...]
-    ) -> Value:
+        self, node: Node, value: torch.Tensor, index: tuple[IndexForm, ...], conditions: tuple[str, ...]
+    ) -> KernelValue:
         pointer = self.pointers.setdefault(node, f"in{len(self.pointers)}")
         offset = self._offset(index, value.stride())
         self.reads.setdefault(node, set()).add(offset)
@@ -269,7 +271,9 @@ class Writer:
             self.known[same] = self._let(f"tl.load({pointer} + {where}{mask}){kind}", node)
         return self.known[same]
 
-    def _reduction(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def _reduction(
+        self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]
+    ) -> KernelValue:
         value, name, args = fake(node), aten_name(node), tuple[Any, ...](node.args)
         before, dims, out = fake(args[0]), reduced_dims(node), fake(node).dtype
         sizes = tuple(before.shape[dim] for dim in dims)
@@ -320,7 +324,7 @@ class Writer:
         missing = self._over("max", f"({text} != {text}).to(tl.int32)", "0")
         return f'tl.where({missing} > 0, float("nan"), {self._over(how, text, neutral)})'
 
-    def _cat(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def _cat(self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]) -> KernelValue:
         value, args = fake(node), tuple[Any, ...](node.args)
         dim = argument_of(node, 1, "dim", 0) % value.dim()
         pieces = [one for one in args[0] if fake(one).shape != (0,)]
@@ -338,7 +342,7 @@ class Writer:
             text = f"tl.where({' & '.join(limits)}, {found.text}, {text})" if text else found.text
         return self._let(text, node)
 
-    def _roll(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def _roll(self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]) -> KernelValue:
         args = tuple[Any, ...](node.args)
         shifts, dims = list(args[1]), list(args[2]) if len(args) > 2 else []
         if len(shifts) != 1 or len(dims) != 1:
@@ -354,7 +358,7 @@ class Writer:
             text = f"tl.where({' & '.join(limits)}, {found.text}, {text})" if text and limits else found.text
         return self._let(text, node)
 
-    def _inset(self, node: Node, index: tuple[Form, ...], conditions: tuple[str, ...]) -> Value:
+    def _inset(self, node: Node, index: tuple[IndexForm, ...], conditions: tuple[str, ...]) -> KernelValue:
         """A tensor written into a part of another one, or of a constant."""
         value, name, args = fake(node), aten_name(node), tuple[Any, ...](node.args)
         inner, rest, fill = args[0], None, 0

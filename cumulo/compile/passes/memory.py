@@ -11,20 +11,20 @@ from torch.fx import Graph, Node
 
 from cumulo.compile.passes.clean import returned
 from cumulo.compile.passes.facts import base_of, fake, hint, is_static, is_view, node_bytes, tensor
-from cumulo.compile.passes.groups import Group
+from cumulo.compile.passes.groups import FusedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GraphStep:
     """One line of the function: a group's kernel or a node's operation."""
 
     nodes: tuple[Node, ...]  # what it makes
     reads: tuple[Node, ...]  # as it names them
-    group: Group | None = None
+    group: FusedGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class BufferPlan:
     """Peaks count what the graph itself makes; its inputs are the caller's."""
 
     peak_before_bytes: int
@@ -37,16 +37,16 @@ class MemoryPlan:
         return sum(map(node_bytes, self.takes))
 
 
-def in_order(graph: Graph) -> list[Step]:
+def in_order(graph: Graph) -> list[GraphStep]:
     """Every node as a step of its own, as eager PyTorch would run them."""
     return [
-        Step((node,), tuple(node.all_input_nodes))
+        GraphStep((node,), tuple(node.all_input_nodes))
         for node in graph.nodes
         if node.op in ("call_function", "get_attr")
     ]
 
 
-def plan_memory(before: int, steps: Sequence[Step], graph: Graph) -> MemoryPlan:
+def plan_memory(before: int, steps: Sequence[GraphStep], graph: Graph) -> BufferPlan:
     """`before`: the peak of the graph as it was."""
     kept, pinned = returned(graph), _pinned(steps)
     last = _last_reads(steps)
@@ -89,10 +89,10 @@ def plan_memory(before: int, steps: Sequence[Step], graph: Graph) -> MemoryPlan:
             if is_free_to_take(one) and one not in spent:
                 given = fake(one)
                 free[_kind(given)].append(one)
-    return MemoryPlan(before, peak_bytes(steps, graph, takes), takes, frozenset(in_place))
+    return BufferPlan(before, peak_bytes(steps, graph, takes), takes, frozenset(in_place))
 
 
-def peak_bytes(steps: Sequence[Step], graph: Graph, takes: dict[Node, Node] | None = None) -> int:
+def peak_bytes(steps: Sequence[GraphStep], graph: Graph, takes: dict[Node, Node] | None = None) -> int:
     """The most bytes that live at once of what the steps make. What is returned lives to the end; memory that a
     later result will take stays."""
     takes, kept = takes or {}, returned(graph)
@@ -110,7 +110,7 @@ def peak_bytes(steps: Sequence[Step], graph: Graph, takes: dict[Node, Node] | No
     return most
 
 
-def _last_reads(steps: Sequence[Step]) -> dict[Node, int]:
+def _last_reads(steps: Sequence[GraphStep]) -> dict[Node, int]:
     last: dict[Node, int] = {}
     for place, step in enumerate(steps):
         for node in step.reads:
@@ -121,7 +121,7 @@ def _last_reads(steps: Sequence[Step]) -> dict[Node, int]:
     return last
 
 
-def _pinned(steps: Sequence[Step]) -> set[Node]:
+def _pinned(steps: Sequence[GraphStep]) -> set[Node]:
     """What an operation reads that may keep or show its arguments' memory."""
     found: set[Node] = set()
     for step in steps:

@@ -26,7 +26,7 @@ from cumulo.models.files.load import load_model
 RUNS = 5
 
 
-class WholeSequences(nn.Module):
+class UncachedDecoder(nn.Module):
     """A decoder over whole sequences [B, T] without a cache, as a training step or a long prompt runs it."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -101,7 +101,7 @@ def _open(
         model, calls = _users(Path(path), name)
         return model.to(device) if isinstance(model, nn.Module) else model, inputs or calls, source
     loaded = load_model(source, dtype=dtype, device=device, keep_quantised=False, with_tokenizer=False)
-    model = WholeSequences(loaded.decoder)
+    model = UncachedDecoder(loaded.decoder)
     most = min(tokens, loaded.spec.max_context)
     ids = torch.randint(0, loaded.spec.vocab_size, (1, most), device=device)
     return model, inputs or [(ids,)], loaded.name

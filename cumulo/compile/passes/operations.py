@@ -27,7 +27,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class KernelValue:
     """A variable or an expression of the kernel, and the type its numbers have in PyTorch."""
 
     text: str
@@ -38,7 +38,7 @@ def register(dtype: torch.dtype) -> str:
     return "float32" if dtype in HALVES else TYPES[dtype]
 
 
-def cast(value: Value, dtype: torch.dtype) -> str:
+def cast(value: KernelValue, dtype: torch.dtype) -> str:
     """The value as a register of this type, not yet rounded to it."""
     if dtype in HALVES and value.dtype != dtype:
         return rounded(value.text if value.dtype in HALVES else f"{value.text}.to(tl.float32)", dtype)
@@ -131,7 +131,7 @@ def keeps_shape(node: Node) -> bool:
     return aten_name(node).startswith("_")
 
 
-def write(node: Node, argument: Callable[[Any], Value | None]) -> str:
+def write(node: Node, argument: Callable[[Any], KernelValue | None]) -> str:
     """The expression of a node's element. `argument`: an argument's value; None for a Python number."""
     name, value = aten_name(node), tensor(node)
     assert value is not None

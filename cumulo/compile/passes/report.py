@@ -20,11 +20,11 @@ from cumulo.compile.passes.facts import (
     is_view,
     node_bytes,
 )
-from cumulo.compile.passes.memory import Step
+from cumulo.compile.passes.memory import GraphStep
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class GraphWork:
     """What the operations of a graph move and compute, from their shapes."""
 
     traffic_bytes: int
@@ -60,8 +60,8 @@ class GraphReport:
     stage: str  # forward, backward, inference
     operations_before: int
     kernels_after: int  # generated kernels and library calls
-    before: Work
-    after: Work
+    before: GraphWork
+    after: GraphWork
     notes: tuple[Fused | Declined, ...]
     peak_before_bytes: int
     peak_after_bytes: int
@@ -108,19 +108,19 @@ def count_operations(graph: Graph) -> int:
     return sum(node.op == "call_function" and not is_view(node) for node in graph.nodes)
 
 
-def count_kernels(steps: Sequence[Step]) -> int:
+def count_kernels(steps: Sequence[GraphStep]) -> int:
     """Generated kernels and library calls; views and what is kept from call to call run nothing."""
     nodes = [step.nodes[0] for step in steps if step.group is None]
     idle = sum(node.op == "get_attr" or is_view(node) or bool(node.meta.get(IS_KEPT)) for node in nodes)
     return len(steps) - idle
 
 
-def work_of(steps: Sequence[Step]) -> Work:
+def work_of(steps: Sequence[GraphStep]) -> GraphWork:
     each = [(_moved(step), sum(map(_flops, step.nodes))) for step in steps if not is_view(step.nodes[0])]
-    return Work(sum(moved for moved, _ in each), tuple(each))
+    return GraphWork(sum(moved for moved, _ in each), tuple(each))
 
 
-def _moved(step: Step) -> int:
+def _moved(step: GraphStep) -> int:
     if step.group is None:
         node = step.nodes[0]
         return (
@@ -132,7 +132,7 @@ def _moved(step: Step) -> int:
 
 
 def _flops(node: Node) -> float:
-    """Of matrix products and attention; of the others the traffic counts."""
+    """The FLOPs of a matrix product or attention; of the others the traffic counts."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in flop_registry or node.op != "call_function":
         return 0.0
@@ -156,7 +156,7 @@ def draw_graph(graph: Graph) -> tuple[DrawnNode, ...]:
     )  # fmt: skip
 
 
-def draw_steps(steps: Sequence[Step]) -> tuple[DrawnNode, ...]:
+def draw_steps(steps: Sequence[GraphStep]) -> tuple[DrawnNode, ...]:
     from cumulo.compile.passes.groups import pattern_name
 
     drawn = []

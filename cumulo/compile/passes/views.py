@@ -7,30 +7,30 @@ from typing import Any
 from torch.fx import Node
 
 from cumulo.compile.passes.facts import argument_of, aten_name, fake, is_static, is_view, tensor
-from cumulo.compile.passes.index import Form, number, split
+from cumulo.compile.passes.index import IndexForm, number, split
 from cumulo.compile.passes.operations import CannotWrite
 
 
-def within(form: Form, start: int, end: int, size: int) -> list[str] | None:
+def within(form: IndexForm, start: int, end: int, size: int) -> list[str] | None:
     """The conditions under which start <= form < end; none where it always is, None where it never is."""
     if not form.terms:
         return [] if start <= form.constant < end else None
     return [f"({form} >= {start})"] * (start > 0) + [f"({form} < {end})"] * (end < size)
 
 
-def broadcast(index: tuple[Form, ...], shape: Sequence[int]) -> tuple[Form, ...]:
+def broadcast(index: tuple[IndexForm, ...], shape: Sequence[int]) -> tuple[IndexForm, ...]:
     """The index in an argument of this shape."""
     kept = index[len(index) - len(shape) :]
     return tuple(number(0) if size == 1 else form for form, size in zip(kept, shape, strict=True))
 
 
-def moved(index: tuple[Form, ...], dim: int, by: int, step: int = 1) -> tuple[Form, ...]:
+def moved(index: tuple[IndexForm, ...], dim: int, by: int, step: int = 1) -> tuple[IndexForm, ...]:
     return (*index[:dim], index[dim] * step + number(by), *index[dim + 1 :])
 
 
 def seen_through(
-    view: Node, index: tuple[Form, ...], limits: dict[str, int]
-) -> tuple[Node, tuple[Form, ...]]:
+    view: Node, index: tuple[IndexForm, ...], limits: dict[str, int]
+) -> tuple[Node, tuple[IndexForm, ...]]:
     """The source of a view, and where in it the element at this index is."""
     name, args = aten_name(view), tuple[Any, ...](view.args)
     source: Node = args[0]
@@ -45,7 +45,7 @@ def seen_through(
     if name in ("view", "_unsafe_view"):
         if value.dtype != before.dtype:
             raise CannotWrite("it reads bits as another type")
-        total, step = Form(), 1
+        total, step = IndexForm(), 1
         for form, size in zip(reversed(index), reversed(value.shape), strict=True):
             total, step = total + form * step, step * size
         return source, split(total, tuple(before.shape), limits)
@@ -75,8 +75,10 @@ def seen_through(
     raise CannotWrite(f"it reads through {name}")
 
 
-def _piece(view: Node, source: Node, place: int, index: tuple[Form, ...]) -> tuple[Node, tuple[Form, ...]]:
-    """Of a tensor that was split or unbound."""
+def _piece(
+    view: Node, source: Node, place: int, index: tuple[IndexForm, ...]
+) -> tuple[Node, tuple[IndexForm, ...]]:
+    """The piece of a tensor that was split or unbound."""
     kind, args = aten_name(source), tuple[Any, ...](source.args)
     if not is_view(source) or kind not in ("unbind", "split", "split_with_sizes"):
         raise CannotWrite("it reads one of several results")

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.compile.passes.index import COLUMN, ROW, Form, number, split
+from cumulo.compile.passes.index import COLUMN, ROW, IndexForm, number, split
 
 
-def value(form: Form, x: int, y: int) -> int:
+def value(form: IndexForm, x: int, y: int) -> int:
     return int(eval(str(form), {}, {"x": x, "y": y}))
 
 
-def joined(index: tuple[Form, ...], strides: tuple[int, ...]) -> Form:
+def joined(index: tuple[IndexForm, ...], strides: tuple[int, ...]) -> IndexForm:
     total = number(0)
     for form, stride in zip(index, strides, strict=True):
         total = total + form * stride
