@@ -3,7 +3,6 @@
 Each row is a ratio of two times of one run, taken in turns, so that a busy machine slows both.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -105,8 +104,12 @@ def rows(least_s: float = 1.0) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    print(json.dumps({"machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                                  "torch": torch.__version__}, "rows": rows()}, indent=1))  # fmt: skip
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
+    for row in rows():
+        print(
+            f"{row['name']:56} {row['value']:7.2f} {row['unit']}"
+            + (f"  (must {row['must']})" if "must" in row else "")
+        )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import re
 from cumulo.compile.backend.lanes import Buffer, Index, Nest, region_result
 from cumulo.compile.backend.memory import Memory
 from cumulo.compile.backend.operations import lane_type, memory_type
-from cumulo.compile.backend.ttir import Operation, Value
+from cumulo.compile.backend.ttir import TtirOperation, Value
 
 _ACCUMULATORS = 64  # lanes of a reduction that run side by side
 
 
-class Blocks(Memory):
+class BlockRules(Memory):
     # -- reductions -----------------------------------------------------------------------------------------------
-    def do_tt_reduce(self, op: Operation) -> None:
+    def do_tt_reduce(self, op: TtirOperation) -> None:
         axis, shape = op.integer("axis"), op.operands[0].shape
         extent = shape[axis]
         order = next(
@@ -26,11 +26,11 @@ class Blocks(Memory):
         else:
             self._reduce_columns(op, axis, extent, outer, results)
 
-    def _combine(self, op: Operation, nest: Nest, given: list[str]) -> list[str]:
+    def _combine(self, op: TtirOperation, nest: Nest, given: list[str]) -> list[str]:
         return region_result(self, nest, op.regions[0][0], given, len(nest.loops), self.scalar)
 
     def _reduce_rows(
-        self, op: Operation, axis: int, extent: int, outer: list[int], results: list[Buffer | None]
+        self, op: TtirOperation, axis: int, extent: int, outer: list[int], results: list[Buffer | None]
     ) -> None:
         """Along the innermost dimension: accumulators side by side, then halves onto halves."""
         shape, width = op.operands[0].shape, min(extent, _ACCUMULATORS)
@@ -69,13 +69,15 @@ class Blocks(Memory):
             half //= 2
         out_index = tuple(row.index[d] for d in range(len(shape)) if d != axis)
         for value, buffer, name in zip(op.results, results, sums, strict=True):
-            place = buffer.at(out_index) if buffer else self.declare(lane_type(value.type), f"v{value.id}")
+            place = (
+                buffer.lane_at(out_index) if buffer else self.declare(lane_type(value.type), f"v{value.id}")
+            )
             body.append(f"{place} = {name}[0];")
         loops = "".join(f"for (int i{d} = 0; i{d} < {shape[d]}; ++i{d})\n" for d in outer)
         self.out(loops + "{\n" + "\n".join(body) + "\n}")
 
     def _reduce_columns(
-        self, op: Operation, axis: int, extent: int, outer: list[int], results: list[Buffer | None]
+        self, op: TtirOperation, axis: int, extent: int, outer: list[int], results: list[Buffer | None]
     ) -> None:
         """Along another dimension: its lanes are added one after another to a row of results."""
         shape = op.operands[0].shape
@@ -88,14 +90,14 @@ class Blocks(Memory):
                 nest.ranges[axis] = (str(start), str(end))
             out_index = tuple(nest.index[d] for d in range(len(shape)) if d != axis)
             values = [nest.lane(operand)[0] for operand in op.operands]
-            places = [buffer.at(out_index) for buffer in results if buffer]
+            places = [buffer.lane_at(out_index) for buffer in results if buffer]
             if start:
                 values = self._combine(op, nest, places + values)
             for place, text in zip(places, values, strict=True):
                 nest.put(f"{place} = {text};")
             self.out(nest.render())
 
-    def do_tt_scan(self, op: Operation) -> None:
+    def do_tt_scan(self, op: TtirOperation) -> None:
         axis, shape = op.integer("axis"), op.operands[0].shape
         extent = shape[axis]
         results = [self.result(value) for value in op.results]
@@ -118,16 +120,16 @@ class Blocks(Memory):
             for buffer, kind, text in zip(results, kinds, values, strict=True):
                 earlier.append(self.fresh("t"))
                 # the first lane combines with itself, and that is thrown away
-                nest.put(f"const {kind} {earlier[-1]} = i{axis} ? {buffer.at(before)} : {text};")
+                nest.put(f"const {kind} {earlier[-1]} = i{axis} ? {buffer.lane_at(before)} : {text};")
             combined = [f"i{axis} ? {new} : {text}"
                         for new, text in
                         zip(self._combine(op, nest, earlier + values), values, strict=True)]  # fmt: skip
         for buffer, text in zip(results, combined, strict=True):
-            nest.put(f"{buffer.at(index)} = {text};")
+            nest.put(f"{buffer.lane_at(index)} = {text};")
         self.out(nest.render(vectors=inner and nest.loops[-1:] != [axis]))
 
     # -- matrix products ------------------------------------------------------------------------------------------
-    def do_tt_dot(self, op: Operation) -> None:
+    def do_tt_dot(self, op: TtirOperation) -> None:
         a_value, b_value, c_value = op.operands
         result = op.results[0]
         a, b = self.view(a_value), self.view(b_value)
@@ -180,7 +182,7 @@ class Blocks(Memory):
         return copy
 
     # -- others ---------------------------------------------------------------------------------------------------
-    def do_tt_histogram(self, op: Operation) -> None:
+    def do_tt_histogram(self, op: TtirOperation) -> None:
         value, result = op.operands[0], op.results[0]
         buffer = self.result(result)
         self.out(f"memset({buffer.name}, 0, sizeof({buffer.lane}) * {result.type.size});")
@@ -190,7 +192,7 @@ class Blocks(Memory):
         nest.put(f"if ((uint64_t)(int64_t){text} < {result.type.size}{guard}) ++{buffer.name}[{text}];")
         self.out(nest.render(vectors=False))
 
-    def do_tt_unsplat(self, op: Operation) -> None:
+    def do_tt_unsplat(self, op: TtirOperation) -> None:
         value = op.operands[0]
         nest = Nest(self, value.shape)
         nest.put(
@@ -198,19 +200,19 @@ class Blocks(Memory):
         )
         self.out(nest.render())
 
-    def do_tt_get_program_id(self, op: Operation) -> None:
+    def do_tt_get_program_id(self, op: TtirOperation) -> None:
         self._of_grid(op, "program_id")
 
-    def do_tt_get_num_programs(self, op: Operation) -> None:
+    def do_tt_get_num_programs(self, op: TtirOperation) -> None:
         self._of_grid(op, "programs")
 
-    def _of_grid(self, op: Operation, name: str) -> None:
+    def _of_grid(self, op: TtirOperation, name: str) -> None:
         self.set_scalar(op.results[0], f"{name}[{'xyz'.index(op.text.split()[0])}]")
 
-    def do_arith_constant(self, op: Operation) -> None:
+    def do_arith_constant(self, op: TtirOperation) -> None:
         pass  # written where it is read
 
-    def do_tt_print(self, op: Operation) -> None:
+    def do_tt_print(self, op: TtirOperation) -> None:
         found = re.search(r'"((?:[^"\\]|\\.)*)"', op.text)
         prefix = (found[1] if found else "").replace("%", "%%")
         where = "pid (%d, %d, %d)"
@@ -226,7 +228,7 @@ class Blocks(Memory):
             nest.put(f'printf("{where}{idx}{prefix}{form}\\n", {ids}{at}, ({cast}){nest.lane(value)[0]});')
             self.out(nest.render(vectors=False))
 
-    def do_tt_assert(self, op: Operation) -> None:
+    def do_tt_assert(self, op: TtirOperation) -> None:
         nest = self.nest(op.operands[0].shape)
         found = re.search(r'"((?:[^"\\]|\\.)*)"', op.text)
         nest.put(
@@ -234,15 +236,15 @@ class Blocks(Memory):
         )
         self.out(nest.render(vectors=False))
 
-    def _nothing(self, op: Operation) -> None:
+    def _nothing(self, op: TtirOperation) -> None:
         """The threads of a GPU's program must wait for each other here; ours is one thread."""
 
     do_gpu_barrier = do_ttg_barrier = do_ttg_local_barrier = _nothing
 
-    def do_llvm_intr_assume(self, op: Operation) -> None:
+    def do_llvm_intr_assume(self, op: TtirOperation) -> None:
         pass
 
-    def do_ub_poison(self, op: Operation) -> None:
+    def do_ub_poison(self, op: TtirOperation) -> None:
         value = op.results[0]
         if value.shape:
             buffer = self.result(value)

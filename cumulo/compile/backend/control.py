@@ -6,11 +6,11 @@ one number. Other block tensors have two arrays: an iteration reads one, writes 
 
 from dataclasses import dataclass, replace
 
-from cumulo.compile.backend.blocks import Blocks
+from cumulo.compile.backend.blocks import BlockRules
 from cumulo.compile.backend.forms import Form
 from cumulo.compile.backend.lanes import Buffer
 from cumulo.compile.backend.operations import lane_type
-from cumulo.compile.backend.ttir import Block, Function, Operation, Value
+from cumulo.compile.backend.ttir import TtirBlock, TtirFunction, TtirOperation, Value
 
 
 @dataclass(slots=True)
@@ -25,16 +25,16 @@ class _Slot:
     in_place: bool = False
 
 
-class Control(Blocks):
-    def rule(self, op: Operation) -> None:
+class Control(BlockRules):
+    def rule(self, op: TtirOperation) -> None:
         raise NotImplementedError
 
-    def __init__(self, found: dict[str, Function]) -> None:
+    def __init__(self, found: dict[str, TtirFunction]) -> None:
         super().__init__(found)
         self.returns: list[tuple[str, list[Value]]] = []  # of the functions being written: where, and to what
 
     # -- functions ------------------------------------------------------------------------------------------------
-    def function(self, function: Function, results: list[Value] | None = None) -> None:
+    def function(self, function: TtirFunction, results: list[Value] | None = None) -> None:
         self.choose(function)
         end = self.fresh("end")
         self.returns.append((end, results or []))
@@ -56,7 +56,7 @@ class Control(Blocks):
         self.returns.pop()
         self.out(f"{end}:;")
 
-    def _branch(self, op: Operation, prefix: str, function: Function) -> None:
+    def _branch(self, op: TtirOperation, prefix: str, function: TtirFunction) -> None:
         tests = [f"if ({self.scalar(op.operands[0])})", "else"] if op.name == "cf.cond_br" else [""]
         for test, (label, given) in zip(tests, op.targets, strict=True):
             block = next(block for block in function.blocks if block.label == label)
@@ -78,7 +78,7 @@ class Control(Blocks):
             else:
                 self.set_scalar(target, text)
 
-    def do_tt_call(self, op: Operation) -> None:
+    def do_tt_call(self, op: TtirOperation) -> None:
         """A function of its own is written where it is called: its arguments are scalars."""
         name = op.text.split("@")[1].split("(")[0]
         callee = self.found[name.strip('"')]
@@ -87,14 +87,14 @@ class Control(Blocks):
             self.declare(lane_type(result.type), f"v{result.id}")
         self.function(callee, op.results)
 
-    def do_tt_return(self, op: Operation) -> None:
+    def do_tt_return(self, op: TtirOperation) -> None:
         end, results = self.returns[-1]
         if op.operands:
             self._assign(results, op.operands)
         self.out(f"goto {end};")
 
     # -- branches -------------------------------------------------------------------------------------------------
-    def do_scf_if(self, op: Operation) -> None:
+    def do_scf_if(self, op: TtirOperation) -> None:
         for result in op.results:
             if result.shape:
                 self.result(result)
@@ -116,7 +116,7 @@ class Control(Blocks):
         self.out("}")
 
     # -- loops ----------------------------------------------------------------------------------------------------
-    def do_scf_for(self, op: Operation) -> None:
+    def do_scf_for(self, op: TtirOperation) -> None:
         block = op.regions[0][0]
         low, high, step = (self.scalar(value) for value in op.operands[:3])
         yields = block.ops[-1].operands
@@ -132,7 +132,7 @@ class Control(Blocks):
         self.out("}")
         self._after(op.results, slots)
 
-    def do_scf_while(self, op: Operation) -> None:
+    def do_scf_while(self, op: TtirOperation) -> None:
         before, after = (region[0] for region in op.regions)
         yields = after.ops[-1].operands
         slots = self._slots(op.operands, before.args, None, before)
@@ -155,7 +155,7 @@ class Control(Blocks):
         self.out("}")
 
     def _slots(
-        self, starts: list[Value], arguments: list[Value], yields: list[Value] | None, block: Block
+        self, starts: list[Value], arguments: list[Value], yields: list[Value] | None, block: TtirBlock
     ) -> list[_Slot]:
         slots = [_Slot(argument) for argument in arguments]
         if yields is not None:
@@ -181,7 +181,7 @@ class Control(Blocks):
                     self.slots[value] = slot.next
         return slots
 
-    def _added_in_place(self, value: Value, argument: Value, block: Block) -> bool:
+    def _added_in_place(self, value: Value, argument: Value, block: TtirBlock) -> bool:
         """A sum of products that nobody else reads before it is there."""
         op = value.op
         return (op is not None and op.name == "tt.dot" and op in block.ops

@@ -4,19 +4,21 @@ from cumulo.compile.backend.forms import Form
 from cumulo.compile.backend.fusion import INLINE, choose_arrays, walk
 from cumulo.compile.backend.lanes import Buffer, Nest, Tensors
 from cumulo.compile.backend.operations import ELEMENTWISE, LANE_BYTES, expression, lane_type
-from cumulo.compile.backend.ttir import Function, Operation, Type, Value
+from cumulo.compile.backend.ttir import TtirFunction, TtirOperation, Type, Value
 
 
 class Emitter(Tensors):
     ELEMENTWISE, INLINE = ELEMENTWISE, INLINE
 
-    def __init__(self, found: dict[str, Function]) -> None:
+    def __init__(self, found: dict[str, TtirFunction]) -> None:
         super().__init__()
         self.found = found
         self.arrays: set[Value] = set()
         self.uses: dict[Value, int] = {}
         self.slots: dict[Value, Buffer] = {}  # results of a loop's body: where its next iteration reads them
-        self.fused: dict[Operation, list[Operation]] = {}  # loads that are done in the loop of a store
+        self.fused: dict[
+            TtirOperation, list[TtirOperation]
+        ] = {}  # loads that are done in the loop of a store
         self.delayed: set[Value] = set()
         self.in_place: dict[Value, Buffer] = {}  # products that add to what the loop carries
         self.declarations: list[str] = []
@@ -31,7 +33,7 @@ class Emitter(Tensors):
     def out(self, line: str) -> None:
         self.lines.append(line)
 
-    def choose(self, function: Function) -> None:
+    def choose(self, function: TtirFunction) -> None:
         arrays, fused = choose_arrays(function.blocks)
         self.arrays |= arrays
         known = dict(self.forms.known)  # what a loop carries has no form yet: nothing of this is kept
@@ -68,7 +70,7 @@ class Emitter(Tensors):
     def set_scalar(self, value: Value, text: str) -> None:
         self.out(f"{self.declare(lane_type(value.type), f'v{value.id}')} = {text};")
 
-    def scalar_expression(self, op: Operation) -> str:
+    def scalar_expression(self, op: TtirOperation) -> str:
         return expression(op, [self.scalar(operand) for operand in op.operands])
 
     def variable(self, lane: str, text: str, prefix: str = "s") -> str:
@@ -120,7 +122,7 @@ class Emitter(Tensors):
         order = tuple(sorted(range(len(value.shape)), key=lambda d: (-buffer.strides[d], d)))
         nest = self.nest(value.shape, order)
         text, _ = nest.lane(value)
-        nest.put(f"{buffer.at(nest.index)} = {text};")
+        nest.put(f"{buffer.lane_at(nest.index)} = {text};")
         self.out(nest.render())
 
     def result(self, value: Value, order: tuple[int, ...] | None = None) -> Buffer:
@@ -143,4 +145,4 @@ class Emitter(Tensors):
         return self.make_array(value)
 
     def form(self, value: Value) -> Form:
-        return self.forms.of(value)
+        return self.forms.form_of(value)

@@ -74,7 +74,7 @@ class Forms:
         self.scalar = scalar
         self.known: dict[Value, Form] = {}
 
-    def of(self, value: Value) -> Form:
+    def form_of(self, value: Value) -> Form:
         if value not in self.known:
             self.known[value] = self._find(value)
         return self.known[value]
@@ -102,16 +102,16 @@ class Forms:
             text = self.scalar(value).removeprefix("INT64_C").strip("()")
             return Form(int(text), flat) if text.lstrip("-").isdigit() else self._unknown(value)
         if op.name == "tt.splat":
-            return replace(self.of(op.operands[0]), strides=flat)
+            return replace(self.form_of(op.operands[0]), strides=flat)
         if op.name == "arith.extsi" and op.operands[0].type.element != "i1":
-            return self.of(op.operands[0])
+            return self.form_of(op.operands[0])
         if op.name in ("tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape"):
             return self._moved(value)
         if op.name in ("arith.addi", "arith.subi", "tt.addptr"):
-            a, b = self.of(op.operands[0]), self.of(op.operands[1])
+            a, b = self.form_of(op.operands[0]), self.form_of(op.operands[1])
             return self._sum(a, b, -1 if op.name == "arith.subi" else 1)
         if op.name == "arith.muli":
-            a, b = self.of(op.operands[0]), self.of(op.operands[1])
+            a, b = self.form_of(op.operands[0]), self.form_of(op.operands[1])
             if a.uniform or b.uniform:
                 return self._sum(Form(0, flat), a if b.uniform else b, (b if b.uniform else a).start)
         return self._unknown(value)
@@ -128,7 +128,7 @@ class Forms:
     def _moved(self, value: Value) -> Form:
         op = value.op
         assert op is not None
-        inner = self.of(op.operands[0])
+        inner = self.form_of(op.operands[0])
         places = moved_dims(value)
         if places is None:
             if len(inner.strides) == 1 and not inner.rest and not isinstance(inner.root, Lookup):
@@ -178,7 +178,7 @@ class Forms:
         predicate = op.text.split(",")[0].split()[-1]
         if predicate not in ("slt", "sle", "sgt", "sge") or op.operands[0].type.element == "i1":
             return None
-        left, right = (self.of(operand) for operand in op.operands)
+        left, right = (self.form_of(operand) for operand in op.operands)
         if predicate in ("sgt", "sge"):
             left, right = right, left
         form = self._sum(right, left, -1)  # a lane is wanted where this is above zero

@@ -7,7 +7,7 @@ something expensive again, and where an inner loop would. Called by the lowering
 from collections.abc import Iterator
 
 from cumulo.compile.backend.operations import ELEMENTWISE, cost
-from cumulo.compile.backend.ttir import Block, Operation, Value
+from cumulo.compile.backend.ttir import TtirBlock, TtirOperation, Value
 
 VIEWS = {"tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "tt.splat", "tt.make_range", "arith.constant",
          "tt.join", "tt.split", "tt.cat", "tt.gather"}  # fmt: skip
@@ -17,7 +17,7 @@ _INDICES = {"tt.addptr", "arith.extsi", "arith.addi", "arith.subi", "arith.muli"
 _SHARED, _REPEATED, _LONGEST = 6, 2, 400  # instructions of a lane that are worth an array
 
 
-def walk(blocks: list[Block]) -> Iterator[Operation]:
+def walk(blocks: list[TtirBlock]) -> Iterator[TtirOperation]:
     for block in blocks:
         for op in block.ops:
             yield op
@@ -26,11 +26,11 @@ def walk(blocks: list[Block]) -> Iterator[Operation]:
                     yield from walk(region)
 
 
-def choose_arrays(blocks: list[Block]) -> tuple[set[Value], dict[Operation, list[Operation]]]:
+def choose_arrays(blocks: list[TtirBlock]) -> tuple[set[Value], dict[TtirOperation, list[TtirOperation]]]:
     """Of the values that could be computed where they are read, those that had better be arrays; and by store, the
     loads that nobody else reads, so that they could be done in its loop."""
     ops = list(walk(blocks))
-    users: dict[Value, list[Operation]] = {}
+    users: dict[Value, list[TtirOperation]] = {}
     costs: dict[Value, int] = {}
     for op in ops:
         for operand in [*op.operands, *(value for _, given in op.targets for value in given)]:
@@ -40,14 +40,14 @@ def choose_arrays(blocks: list[Block]) -> tuple[set[Value], dict[Operation, list
             # Past the longest the value becomes an array, and its readers begin anew.
             costs.update((result, total if total <= _LONGEST else -1) for result in op.results)
     arrays: set[Value] = set()
-    sinks: dict[Value, set[Operation]] = {}
+    sinks: dict[Value, set[TtirOperation]] = {}
     straight: dict[Value, bool] = {}  # every reader reads the same lane
-    fused: dict[Operation, list[Operation]] = {}
+    fused: dict[TtirOperation, list[TtirOperation]] = {}
     for op in reversed(ops):
         for value in op.results:
             if not value.shape or not (op.name in INLINE or op.name == "tt.load"):
                 continue
-            reached: set[Operation] = set()
+            reached: set[TtirOperation] = set()
             repeated, straight[value] = False, True
             for user in users.get(value, []):
                 if user.name in INLINE and user.results[0].shape and user.results[0] not in arrays:
@@ -80,7 +80,7 @@ def choose_arrays(blocks: list[Block]) -> tuple[set[Value], dict[Operation, list
     return arrays, fused
 
 
-def _together(load: Operation, store: Operation, blocks: list[Block]) -> bool:
+def _together(load: TtirOperation, store: TtirOperation, blocks: list[TtirBlock]) -> bool:
     """In one block, with the same mask or the load without, and nothing writes memory between them."""
     if len(load.operands) > 1 and load.operands[1:2] != store.operands[2:3]:
         return False

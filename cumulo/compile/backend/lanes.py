@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cumulo.compile.backend.forms import Bound, Form, Forms, Lookup, moved_dims, times
 from cumulo.compile.backend.operations import ELEMENTWISE, expression, lane_type, memory_type
-from cumulo.compile.backend.ttir import Block, Value
+from cumulo.compile.backend.ttir import TtirBlock, Value
 
 Index = tuple[str, int]  # its text, and the depth of the innermost loop it reads
 
@@ -24,7 +24,7 @@ class Buffer:
     lane: str
     strides: tuple[int, ...]
 
-    def at(self, index: tuple[Index, ...]) -> str:
+    def lane_at(self, index: tuple[Index, ...]) -> str:
         terms = [text if stride == 1 else f"{text} * {stride}"
                  for (text, _), stride in zip(index, self.strides, strict=True) if text != "0"]  # fmt: skip
         return f"{self.name}[{' + '.join(terms) or '0'}]"
@@ -108,9 +108,9 @@ class Nest:
         level = max((level for _, level in index), default=0)
         lane, op = lane_type(value.type), value.op
         if value in self.tensors.buffers:
-            return self._name(lane, self.tensors.buffers[value].at(index), level)
+            return self._name(lane, self.tensors.buffers[value].lane_at(index), level)
         if op is not None and value in self.tensors.inlined:
-            text = self.address(self.tensors.forms.of(op.operands[0]), op.operands[0])
+            text = self.address(self.tensors.forms.form_of(op.operands[0]), op.operands[0])
             return self._name(lane, f"get({text})", level)
         if (op is None or op.regions) and value in self.tensors.forms.known:
             return self._name(lane, self._from_form(self.tensors.forms.known[value], index), level)
@@ -136,7 +136,7 @@ class Nest:
                 if first not in self.tensors.buffers or second not in self.tensors.buffers:
                     raise op.refused("its parts are not arrays")
                 texts = [
-                    self.tensors.buffers[part].at(place)
+                    self.tensors.buffers[part].lane_at(place)
                     for part, place in zip(op.operands, inner, strict=True)
                 ]
                 return self._name(lane, f"{test} ? {texts[0]} : {texts[1]}", level)
@@ -232,7 +232,12 @@ class Nest:
 
 
 def region_result(
-    tensors: Tensors, nest: Nest, block: Block, given: list[str], level: int, scalar: Callable[[Value], str]
+    tensors: Tensors,
+    nest: Nest,
+    block: TtirBlock,
+    given: list[str],
+    level: int,
+    scalar: Callable[[Value], str],
 ) -> list[str]:
     """The combining function of a reduction or a scan, written into the nest with these arguments."""
     names = dict(zip(block.args, given, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cumulo.compile.backend.control import Control
 from cumulo.compile.backend.operations import lane_type, literal
-from cumulo.compile.backend.ttir import Function, KernelRefused, Operation, functions
+from cumulo.compile.backend.ttir import KernelRefused, TtirFunction, TtirOperation, functions
 
 PRELUDE = Path(__file__).with_name("prelude.h")
 _STACK_BYTES = 256 << 10  # scratch memory up to this lies on the stack of the thread
@@ -19,7 +19,7 @@ _ALONE = 40_000  # lanes of a launch below which one thread is sooner done than 
 class Lowering(Control):
     """One kernel. Its rules are in control.py (loops, branches), memory.py, blocks.py."""
 
-    def rule(self, op: Operation) -> None:
+    def rule(self, op: TtirOperation) -> None:
         method = getattr(self, "do_" + op.name.replace(".", "_"), None)
         if method is not None:
             method(op)
@@ -33,8 +33,8 @@ class Lowering(Control):
             raise op.refused()
 
 
-def _constants(lowering: Lowering, text: str, found: dict[str, Function]) -> None:
-    def visit(op: Operation) -> None:
+def _constants(lowering: Lowering, text: str, found: dict[str, TtirFunction]) -> None:
+    def visit(op: TtirOperation) -> None:
         if op.name == "arith.constant":
             value = op.results[0]
             number = re.search(r"(?:dense<)?([^<>\s:]+)>?(?: : |\s*$)", op.text)

@@ -7,13 +7,13 @@ from cumulo.compile.backend.emit import Emitter
 from cumulo.compile.backend.forms import Bound, Form, Lookup
 from cumulo.compile.backend.lanes import Nest
 from cumulo.compile.backend.operations import lane_type, memory_type
-from cumulo.compile.backend.ttir import Operation, Value
+from cumulo.compile.backend.ttir import TtirOperation, Value
 
 _UNSIGNED_ATOMICS = ("umax", "umin")
 
 
 class Memory(Emitter):
-    def do_tt_load(self, op: Operation) -> None:
+    def do_tt_load(self, op: TtirOperation) -> None:
         value, pointer = op.results[0], op.operands[0]
         mask = op.operands[1] if len(op.operands) > 1 else None
         other = op.operands[2] if len(op.operands) > 2 else None
@@ -35,16 +35,16 @@ class Memory(Emitter):
             if rest:
                 fallback = nest.lane(other)[0] if other is not None else f"({buffer.lane})0"
                 text = f"{nest.condition(rest)} ? {text} : {fallback}"
-            nest.put(f"{buffer.at(nest.index)} = {text};")
+            nest.put(f"{buffer.lane_at(nest.index)} = {text};")
 
         def outside() -> None:
             nest = self.nest(value.shape, order)
-            nest.put(f"{buffer.at(nest.index)} = {nest.lane(other)[0] if other is not None else '0'};")
+            nest.put(f"{buffer.lane_at(nest.index)} = {nest.lane(other)[0] if other is not None else '0'};")
             self.out(nest.render())
 
         self._masked(value.shape, order, mask, write, outside)
 
-    def do_tt_store(self, op: Operation) -> None:
+    def do_tt_store(self, op: TtirOperation) -> None:
         pointer, value = op.operands[0], op.operands[1]
         mask = op.operands[2] if len(op.operands) > 2 else None
         kind = memory_type(pointer.type.element[1:])
@@ -137,7 +137,7 @@ class Memory(Emitter):
         self.out("}")
 
     # -- atomics --------------------------------------------------------------------------------------------------
-    def do_tt_atomic_rmw(self, op: Operation) -> None:
+    def do_tt_atomic_rmw(self, op: TtirOperation) -> None:
         kind = op.text.split(",")[0].split()[-1]
         lane = lane_type(op.results[0].type)
         unsigned = f"(unsigned_of<{lane}>)" if kind in _UNSIGNED_ATOMICS else ""
@@ -157,13 +157,13 @@ class Memory(Emitter):
 
         self._atomic(op, 1, change)
 
-    def do_tt_atomic_cas(self, op: Operation) -> None:
+    def do_tt_atomic_cas(self, op: TtirOperation) -> None:
         lane = lane_type(op.results[0].type)
         self._atomic(
             op, 2, lambda place, given: f"compare_and_swap(&{place}, ({lane}){given[0]}, ({lane}){given[1]})"
         )
 
-    def _atomic(self, op: Operation, values: int, change: Callable[[str, list[str]], str]) -> None:
+    def _atomic(self, op: TtirOperation, values: int, change: Callable[[str, list[str]], str]) -> None:
         pointer, given = op.operands[0], op.operands[1 : 1 + values]
         mask = op.operands[1 + values] if len(op.operands) > 1 + values else None
         result = op.results[0]
@@ -181,7 +181,7 @@ class Memory(Emitter):
         if mask is not None:
             text = f"{nest.lane(mask)[0]} ? {text} : 0"
         if self.uses.get(result):
-            text = f"{self.result(result).at(nest.index)} = {text}"
+            text = f"{self.result(result).lane_at(nest.index)} = {text}"
         nest.put(f"{text};")
         self.out(nest.render(vectors=False))
 

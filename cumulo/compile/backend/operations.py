@@ -7,7 +7,7 @@ a number of its type.
 import re
 import struct
 
-from cumulo.compile.backend.ttir import Operation, Type
+from cumulo.compile.backend.ttir import TtirOperation, Type
 
 # What a lane is in a register, and what it is in memory.
 _LANE = {"i1": "bool", "f32": "float", "f64": "double", "f16": "float", "bf16": "float"}
@@ -105,14 +105,14 @@ ELEMENTWISE = {
 }
 
 
-def cost(op: Operation) -> int:
+def cost(op: TtirOperation) -> int:
     """About how many instructions a lane of this takes."""
     if op.name not in ELEMENTWISE:
         return 0
     return 10 if _EXPENSIVE.search(op.name) else 1
 
 
-def expression(op: Operation, given: list[str]) -> str:
+def expression(op: TtirOperation, given: list[str]) -> str:
     result, first = op.results[0].type, op.operands[0].type
     lane = lane_type(result)
     if op.name in _BINARY:

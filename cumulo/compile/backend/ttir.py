@@ -41,7 +41,7 @@ class Type:
 class Value:
     id: int
     type: Type
-    op: "Operation | None" = None  # None: an argument of a block
+    op: "TtirOperation | None" = None  # None: an argument of a block
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,22 +49,22 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class TtirBlock:
     label: str
     args: list[Value] = field(default_factory=list)
-    ops: "list[Operation]" = field(default_factory=list)
+    ops: "list[TtirOperation]" = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class TtirOperation:
     name: str
     operands: list[Value]
     results: list[Value]
     text: str  # the line without its location: attributes are read from it
     location: str  # "file.py:12"
-    regions: list[list[Block]] = field(default_factory=list)
+    regions: list[list[TtirBlock]] = field(default_factory=list)
     targets: list[tuple[str, list[Value]]] = field(default_factory=list)  # blocks a branch goes to
-    loops: "tuple[Operation, ...]" = ()  # the loops around it, outermost first
+    loops: "tuple[TtirOperation, ...]" = ()  # the loops around it, outermost first
 
     def integer(self, name: str) -> int:
         found = re.search(rf"\b{name} = (-?\d+)", self.text)
@@ -81,9 +81,9 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class Function:
+class TtirFunction:
     name: str
-    blocks: list[Block]
+    blocks: list[TtirBlock]
     public: bool
 
 
@@ -111,7 +111,7 @@ def types_in(text: str) -> list[Type]:
     return [parse_type(found) for found in _TYPE.findall(text)]
 
 
-def functions(text: str) -> dict[str, Function]:
+def functions(text: str) -> dict[str, TtirFunction]:
     """All functions of a module, by name."""
     return _Parser(text).run()
 
@@ -122,10 +122,10 @@ class _Parser:
         self.position = 0
         self.values = 0
         self.scopes: list[dict[str, Value]] = []
-        self.loops: tuple[Operation, ...] = ()
+        self.loops: tuple[TtirOperation, ...] = ()
         self.places = dict(re.findall(r"^(#loc\d*) = (loc\(.*\))$", text, re.M))
 
-    def run(self) -> dict[str, Function]:
+    def run(self) -> dict[str, TtirFunction]:
         found = {}
         while self.position < len(self.lines):
             line = self.lines[self.position].strip()
@@ -136,7 +136,7 @@ class _Parser:
         return found
 
     # -- names and places -----------------------------------------------------------------------------------------
-    def _new(self, name: str, type_: Type, op: Operation | None = None) -> Value:
+    def _new(self, name: str, type_: Type, op: TtirOperation | None = None) -> Value:
         self.values += 1
         value = Value(self.values, type_, op)
         self.scopes[-1][name] = value
@@ -165,24 +165,24 @@ class _Parser:
                 yield f"{name if '/triton/language/' in name else Path(name).name}:{line}"
 
     # -- structure ------------------------------------------------------------------------------------------------
-    def _function(self, line: str) -> Function:
+    def _function(self, line: str) -> TtirFunction:
         name = re.search(r'@("[^"]+"|[\w.$-]+)\(', line)
         assert name is not None
         self.scopes.append({})
-        entry = Block("^bb0")
+        entry = TtirBlock("^bb0")
         for argument, type_ in re.findall(rf"(%[\w.$-]+): ({_TYPE.pattern})", line):
             entry.args.append(self._new(argument, parse_type(type_)))
         self.position += 1
         blocks = self._blocks(entry)
         self.scopes.pop()
-        return Function(name[1].strip('"'), blocks, " public " in line)
+        return TtirFunction(name[1].strip('"'), blocks, " public " in line)
 
-    def _blocks(self, first: Block) -> list[Block]:
+    def _blocks(self, first: TtirBlock) -> list[TtirBlock]:
         """Up to and without the line that closes the region."""
         blocks = [first]
         while not (line := self.lines[self.position].strip()).startswith("}"):
             if line.startswith("^"):
-                block = Block(line.split("(")[0].split(":")[0])
+                block = TtirBlock(line.split("(")[0].split(":")[0])
                 for name, type_ in re.findall(rf"(%[\w.$-]+): ({_TYPE.pattern})", line.split(" // ")[0]):
                     block.args.append(self._new(name, parse_type(type_)))
                 if blocks == [first] and not first.ops and not first.args:
@@ -193,25 +193,25 @@ class _Parser:
             self.position += 1
         return blocks
 
-    def _region(self, op: Operation, args: list[tuple[str, Type]]) -> str:
+    def _region(self, op: TtirOperation, args: list[tuple[str, Type]]) -> str:
         """The region that opens at the end of this line; the line that closes it."""
         around = self.loops
         if op.name in ("scf.for", "scf.while"):
             self.loops = (*around, op)
         self.scopes.append({})
-        block = Block("^bb0")
+        block = TtirBlock("^bb0")
         block.args = [self._new(name, type_) for name, type_ in args]
         self.position += 1
         op.regions.append(self._blocks(block))
         if op.name == "scf.for" and (not block.ops or block.ops[-1].name != "scf.yield"):
             block.ops.append(
-                Operation("scf.yield", [], [], "", op.location)
+                TtirOperation("scf.yield", [], [], "", op.location)
             )  # the printer leaves an empty one out
         self.scopes.pop()
         self.loops = around
         return self.lines[self.position].strip()
 
-    def _operation(self, line: str) -> Operation:
+    def _operation(self, line: str) -> TtirOperation:
         place = re.search(r" loc\(.*\)$", line)
         text = line[: place.start()] if place else line
         left, equals, right = text.partition(" = ")
@@ -221,7 +221,7 @@ class _Parser:
         named = re.match(r'"?([\w.]+)"?(.*)', name)
         assert named is not None, line
         name, rest = named[1], f"{named[2]} {rest}"
-        op = Operation(name, [], [], rest, self._place(place[0]) if place else "", loops=self.loops)
+        op = TtirOperation(name, [], [], rest, self._place(place[0]) if place else "", loops=self.loops)
         plain = _STRING.sub('""', rest)
         arguments = re.findall(r"(%[\w.$-]+) = (%[\w.$-]+(?:#\d+)?)", plain)
         if name == "scf.for":
@@ -261,7 +261,7 @@ class _Parser:
         self._bind(op, left, results)
         return op
 
-    def _bind(self, op: Operation, left: str, types: list[Type]) -> None:
+    def _bind(self, op: TtirOperation, left: str, types: list[Type]) -> None:
         names: list[str] = []
         for part in filter(None, left.split(", ")):
             name, _, count = part.partition(":")
@@ -273,7 +273,7 @@ class _Parser:
         op.results = [self._new(name, type_, op) for name, type_ in zip(names, types, strict=False)]
 
 
-def _result_types(op: Operation, text: str) -> list[Type]:
+def _result_types(op: TtirOperation, text: str) -> list[Type]:
     """What the printer leaves out is inferred: a load's type from its pointer's, a comparison's."""
     shown = text.rpartition(" : ")[2] if op.name not in ("scf.for", "scf.if") else text
     if op.name in ("tt.store", "scf.yield", "scf.condition", "tt.return", "tt.print", "tt.assert", "cf.br"):
