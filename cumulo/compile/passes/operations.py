@@ -74,8 +74,8 @@ def literal(number: Any, dtype: torch.dtype) -> str:
 
 # Templates over a, b, c: arguments cast to the type they are computed in.
 _ARITHMETIC = {"add": "({a} + {b})", "sub": "({a} - {b})", "mul": "({a} * {b})", "rsub": "({b} - {a})"}
-_MAXIMUM = "tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})"
-_MINIMUM = "tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"
+_MAXIMUM = "tl.where({a} != {a}, {a}, tl.where({a} > {b}, {a}, {b}))"
+_MINIMUM = "tl.where({a} != {a}, {a}, tl.where({a} < {b}, {a}, {b}))"
 _FLOAT = {
     "div": "({a} / {b})", "reciprocal": "(1.0 / {a})", "sqrt": "tl.sqrt({a})", "rsqrt": "tl.rsqrt({a})",
     "exp": "tl.exp({a})", "log": "tl.log({a})", "exp2": "tl.exp2({a})", "log2": "tl.log2({a})",
@@ -85,7 +85,7 @@ _FLOAT = {
     "sigmoid_backward": "({a} * (1.0 - {b}) * {b})", "tanh_backward": "({a} * (1.0 - {b} * {b}))",
 }  # fmt: skip
 _ANY = {
-    "neg": "(-{a})", "abs": "tl.abs({a})", "relu": "tl.where(({a} > 0) | ({a} != {a}), {a}, 0)",
+    "neg": "(-{a})", "abs": "tl.abs({a})", "relu": "tl.where({a} <= 0, 0, {a})",
     "maximum": _MAXIMUM, "minimum": _MINIMUM,
     "square": "({a} * {a})", "clone": "{a}", "_to_copy": "{a}", "contiguous": "{a}",
 }  # fmt: skip

@@ -112,6 +112,13 @@ class Program:
     writes: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a number on the way is bfloat16: then the last bit of that is the tolerance."""
+        return any(one[1] == torch.bfloat16 for one in self.inputs) or any(
+            one[0] == "half" for one in self.steps
+        )
+
     def arguments(self, grow: int = 0) -> list[Tensor]:
         generator, made = torch.Generator().manual_seed(3), []
         for shape, dtype, turned, wants in self.inputs:
