@@ -53,7 +53,7 @@ chat: $(VENV)/.ready
 # tiny, and the workers already fill the cores. One worker more than cores: while a worker waits for a server, another
 # one computes. The compiled kernels' cache lies in the virtual environment: tests touch nothing outside the checkout.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
-PYTEST = XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST = XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache TRITON_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 test: $(VENV)/.ready-test
 	@$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 

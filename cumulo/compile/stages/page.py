@@ -9,7 +9,7 @@ from typing import Any
 
 from cumulo.base import svg
 from cumulo.base.page import html_table, page
-from cumulo.compile.stages.record import TITLES, StageText, StagesRecord
+from cumulo.compile.stages.record import TITLES, StagesRecord, StageText
 from cumulo.compile.stages.verdict import KernelVerdict
 
 _STYLE = """
