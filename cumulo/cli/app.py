@@ -3,10 +3,13 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from cumulo import __version__
+from cumulo.base.nearest import nearest
 from cumulo.cli import (
     calibrate,
     chat,
@@ -101,11 +104,19 @@ def _group(name: str, words: Sequence[str]) -> typer.Typer:
     if verbs is None:
         found: typer.Typer = importlib.import_module(f"cumulo.cli.{name}").app
         return found
-    group = typer.Typer()
+    group = typer.Typer(cls=_ModelFirst if name == "compile" else None)
     for verb in [one for one in verbs if one in words[1:2]] or verbs:
         module = importlib.import_module(f"cumulo.cli.{_FOLDERS[name]}.{verb}")
         group.command(verb, epilog=module.EXAMPLE)(getattr(module, verb))
     return group
+
+
+class _ModelFirst(TyperGroup):
+    """`cumulo compile MODEL --report FILE` is `cumulo compile model MODEL --report FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_verb = args[:1] in ([], ["-h"], ["--help"]) or nearest(args[0], self.commands)
+        return super().parse_args(ctx, args if is_verb else ["model", *args])
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from cumulo.base.report import Row
+from cumulo.cli.compile.onnx import onnx as export
 from cumulo.cli.shared.options import JsonOption
 from cumulo.cli.shared.terminal import present, save, unwrapped, working
 
@@ -27,6 +28,10 @@ def model(
         str, typer.Option(help="What runs groups of operations: auto, triton, inductor or eager.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    onnx: Annotated[
+        Path | None,
+        typer.Option(help="Export the model to ONNX into this folder instead: `cumulo compile onnx`."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Compile a model with backend="cumulo": what fused, what could not and why, traffic, memory, time.
@@ -34,6 +39,9 @@ def model(
     The figures compare the compiled model with eager PyTorch in the same run. The page shows the graph before and
     after as pictures, and the text of every generated kernel.
     """
+    if onnx is not None:
+        export(model, onnx, json_file=json_file)
+        return
     from cumulo.compile.passes.model import compile_model
     from cumulo.compile.passes.page import report_page
 

@@ -122,7 +122,7 @@ def _exported(model: str | None, out: Path, prompt: str, tokens: int) -> tuple[P
 
     with working("exporting") as tell:
         tell("loading")
-        loaded = load_model(model, keep_quantised=False)
+        loaded = load_model(model, keep_quantised=False, with_tokenizer=False)
         path = export_decoder(loaded.decoder, out, tell)
         del loaded
         if not tokens:

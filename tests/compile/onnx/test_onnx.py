@@ -103,6 +103,13 @@ def test_the_flops_of_a_decoder_are_those_of_the_specs_own_count(tmp_path: Path)
     assert products == flops_per_token(spec, 64)
 
 
+def test_compile_model_with_onnx_exports_it(cumulo: Run, tmp_path: Path) -> None:
+    tiny.save("mixtral", tmp_path / "mixture")
+    refused = cumulo("compile", str(tmp_path / "mixture"), "--onnx", str(tmp_path / "out"))
+    assert refused.code == 2 and "routed experts" in refused.err
+    assert "No such command" in cumulo("compile", "stage", "x").err
+
+
 def test_a_damaged_or_foreign_file_is_refused_in_a_line(cumulo: Run, tmp_path: Path) -> None:
     (tmp_path / "x.onnx").write_bytes(b"\x08\x09 no graph")
     refused = cumulo("compile", "onnx", str(tmp_path / "x.onnx"))
