@@ -182,10 +182,11 @@ def _program_marks(text: str) -> list[pytest.MarkDecorator]:
     "block", [pytest.param(block, marks=_program_marks(block.text), id=block.name) for block in _PROGRAMS]
 )
 def test_a_program_of_the_documentation_runs_as_it_stands(
-    home: Path, request: pytest.FixtureRequest, block: Block
+    home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, block: Block
 ) -> None:
     if block.not_run is not None:
         pytest.skip(block.not_run)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # it is the tests', and not the reader's
     if "127.0.0.1:8000" in block.text:
         request.getfixturevalue("server")
     if "profile.yaml" in block.text:

@@ -16,8 +16,10 @@ from cumulo.compile.stages.page import owners, stages_page
 from cumulo.compile.stages.record import CompileError, StagesRecord, record, record_of_json
 from cumulo.compile.stages.verdict import judge
 from cumulo.errors import ConfigError
+from tests import thorough
 from tests.console.browsing import ARGUMENTS, CHROMIUM
 
+NAMES = sorted(recorded())
 PLANTED = Path(__file__).with_name("planted.py")
 
 
@@ -161,7 +163,9 @@ def test_every_kernel_of_ours_is_known_by_name() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(recorded()))
+@pytest.mark.parametrize(
+    "name", [*NAMES[::9], *thorough.rare(*(one for at, one in enumerate(NAMES) if at % 9))]
+)
 def test_stages_of_every_kernel_of_ours(name: str) -> None:
     launch: KernelLaunch = recorded()[name]
     one = record(launch, "sm_90a")
