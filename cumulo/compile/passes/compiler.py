@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.backends.registry import list_backends, register_backend
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
@@ -149,4 +149,6 @@ def compile_graph(
 
 _WORDS = str.maketrans({" ": "_", "+": "and", ",": None})
 
-register_backend(compiler_fn=cumulo, name="cumulo")
+# Where Cumulo is installed, PyTorch knows the name by its entry point, and registers what it loads itself.
+if "cumulo" not in list_backends(()):
+    register_backend(compiler_fn=cumulo, name="cumulo")
